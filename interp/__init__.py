@@ -1,0 +1,59 @@
+"""interp: measure what a Transformer block does.
+
+    import interp
+    model = interp.load_model("gpt2")
+    text = interp.load_text("news", model, documents=64, context=128)
+    result = interp.heads(model, text, prune=True)
+
+Everything is loaded on first use: `import interp` imports neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from interp.errors import InterpError
+
+if TYPE_CHECKING:
+    from interp.analyzers.heads import heads
+    from interp.model import Model, load_model
+    from interp.results import Result, load_result
+    from interp.text import Text, load_text
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_PUBLIC = {
+    "heads": "interp.analyzers.heads",
+    "load_model": "interp.model",
+    "Model": "interp.model",
+    "load_text": "interp.text",
+    "Text": "interp.text",
+    "load_result": "interp.results",
+    "Result": "interp.results",
+}
+
+__all__ = [
+    "InterpError",
+    "Model",
+    "Result",
+    "Text",
+    "__version__",
+    "heads",
+    "load_model",
+    "load_result",
+    "load_text",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'interp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The analyzers: one module or package, one question. They never import each other."""

@@ -1,0 +1,321 @@
+"""How sensitive is the model to removing attention heads?
+
+In the style of Michel, Levy and Neubig (2019), "Are Sixteen Heads Really Better than One?":
+
+* importance of head h: mean over documents of |dL/dxi_h| at xi_h = 1, where xi_h scales the head's
+  z (its output before W_O) and L is the document's mean cross-entropy in nats. importance_norm
+  divides by the layer's l2 norm; importance_token averages |z . dL/dz| over tokens instead, as the
+  paper's code does.
+* exact: the loss with the head removed minus the loss without, paired by document, and
+  KL(clean || removed) of the next-token distributions.
+* the pruning curve: heads removed together, least important first.
+
+What the numbers do not show. Importance is a slope: it ranks sensitivity (it follows KL), not the
+sign or size of the loss change. A head that can be removed alone may matter once others are gone
+(see `interaction`). Removing a head is not the same as saying what it does. Numbers are of this
+text and this context length.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from interp import hooks
+from interp.analyzers.heads import curve, measure, tables
+from interp.analyzers.heads.measure import Removal, Sweep
+from interp.config import HeadsConfig, with_options
+from interp.errors import InterpError
+from interp.model import Model
+from interp.results import Result
+from interp.text import Text
+
+log = logging.getLogger("interp")
+HELD_OUT_HEADS = 5
+"""Heads at each end of the exact ranking that are measured again on other documents."""
+
+
+def heads(
+    model: Model, text: Text, config: HeadsConfig | None = None, /, **options: Any
+) -> Result:
+    """Measure head importance, exact removal effects and the pruning curve.
+
+    Args:
+        model: from `load_model`.
+        text: from `load_text`, tokenised for the same model.
+        config: all options at once, or
+        **options: fields of `HeadsConfig` by name (`prune=True, exact=True, ...`).
+
+    Returns:
+        A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`.
+        Interrupted with Ctrl-C it holds what was measured so far and `complete` is False.
+
+    Raises:
+        InterpError: an unknown option, a model without per-head attention outputs, or a
+            non-finite loss.
+
+    Source: Michel et al. (2019), arXiv:1905.10650.
+    """
+    config = with_options(HeadsConfig, config, options)
+    hooks.require(model, "z", "attn_out")
+    if config.unit == "kv" and model.cfg.n_kv_heads == model.cfg.n_heads:
+        log.info("Every query head has its own KV head here: --unit kv is the same as --unit head.")
+    run = _Run(model, text, config)
+    try:
+        with model.measuring():
+            run.measure()
+    except KeyboardInterrupt:
+        if run.gradients is None:
+            raise
+        run.complete = False
+        run.notices.append("Interrupted: only what was measured until then is here.")
+    return run.result()
+
+
+class _Run:
+    """One run's plan and state: what is measured, on which documents, in which order."""
+
+    def __init__(self, model: Model, text: Text, config: HeadsConfig) -> None:
+        self.model, self.text, self.config = model, text, config
+        self.began = time.perf_counter()
+        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.notices = [*model.notices, *text.notices]
+        self.complete = True
+        self.gradients: measure.Gradients | None = None
+        self.exact: Sweep | None = None
+        self.exact_mean: Sweep | None = None
+        self.orders: list[curve.Order] = []
+        self.baseline: np.ndarray | None = None  # [document] of the curve's text
+        self.interaction: list[dict[str, Any]] = []
+        self.held_out: dict[str, list[dict[str, Any]]] = {}
+        self.group = model.cfg.n_heads // model.cfg.n_kv_heads if config.unit == "kv" else 1
+        self.units = curve.units(model.cfg.n_layers, model.cfg.n_heads, self.group)
+        self.all_heads = [
+            (layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)
+        ]
+        self._choose_documents()
+        mine = hooks.foreign_hooks(model)
+        if mine:
+            self.notices.append(
+                f"{len(mine)} hook points carry hooks of yours ({mine[0]}, ...): they were active."
+            )
+
+    def _choose_documents(self) -> None:
+        """Where an order is chosen by measuring, its curve comes from other documents."""
+        self.judge = self.text  # documents of the curve and of held-out estimates
+        self.choosing = np.arange(len(self.text))  # rows of self.text that choose
+        if not (self.config.exact or self.config.rescore):
+            return
+        try:
+            self.judge = self.text.held_out(len(self.text))
+            return
+        except InterpError:
+            pass  # the source has no more documents: divide those there are
+        if len(self.text) < 2:
+            self.notices.append(
+                "There is one document only: orders are chosen and judged on the same one."
+            )
+            return
+        self.choosing = np.arange(0, len(self.text), 2)
+        self.judge = self.text.subset(list(range(1, len(self.text), 2)))
+        self.notices.append(
+            f"The source has no further documents: {len(self.choosing)} of the {len(self.text)} "
+            f"choose the orders, the other {len(self.judge)} give the curve."
+        )
+
+    def measure(self) -> None:
+        """All that was asked, cheapest first, so that an interruption loses least."""
+        config, model = self.config, self.model
+        self.gradients = measure.gradients(
+            model, self.text, config.batch_size, progress=config.progress
+        )
+        if config.exact:
+            self._measure_exact()
+        if config.prune or config.rescore:
+            self._measure_curve()
+
+    def _sweep(
+        self, text: Text, removals: list[Removal], what: str, kl: bool = False, into: Any = None
+    ) -> Sweep:
+        config = self.config
+        return measure.sweep(
+            self.model,
+            text,
+            removals,
+            config.batch_size,
+            means=self.gradients,
+            kl=kl,
+            seed=config.seed,
+            progress=config.progress,
+            what=what,
+            into=into,
+        )
+
+    def _measure_exact(self) -> None:
+        config = self.config
+        modes = [config.ablation] + (["mean"] if config.ablation != "mean" else [])
+        plans = {mode: [Removal((head,), mode) for head in self.all_heads] for mode in modes}
+        seconds = sum(
+            measure.time_of(self.model, self.text, plan, config.batch_size, kl=i == 0)
+            for i, plan in enumerate(plans.values())
+        )
+        log.info(
+            "Removing %d heads one at a time (%s) on %d documents: about %s.",
+            len(self.all_heads),
+            " and ".join(modes),
+            len(self.text),
+            _duration(seconds),
+        )
+        n = len(self.text)
+        self.exact = measure.empty_sweep(n, len(self.all_heads), kl=True)
+        self._sweep(
+            self.text, plans[config.ablation], f"{config.ablation} ablation", True, self.exact
+        )
+        self.exact_mean = self.exact
+        if config.ablation != "mean":
+            self.exact_mean = measure.empty_sweep(n, len(self.all_heads), kl=False)
+            self._sweep(self.text, plans["mean"], "mean ablation", False, self.exact_mean)
+        self._re_estimate()
+
+    def _re_estimate(self) -> None:
+        """The heads at both ends of the ranking, on documents that did not put them there."""
+        assert self.exact is not None
+        chosen_on = self.exact.delta[self.choosing].mean(0)
+        rank = np.argsort(-chosen_on, kind="stable")
+        count = min(HELD_OUT_HEADS, len(rank) // 2)
+        ends = {"top": rank[:count], "bottom": rank[::-1][:count]}
+        if self.judge is self.text or not count:
+            return
+        removals = [
+            Removal((self.all_heads[i],), self.config.ablation) for e in ends.values() for i in e
+        ]
+        if self.config.ablation == "zero":
+            again = self._sweep(self.judge, removals, "held-out heads")
+            own = again.delta
+        else:
+            own = self._held_out_with_own_statistics(removals)
+        estimate = tables.paired(own)
+        for i, (end, j) in enumerate((e, j) for e, rows in ends.items() for j in rows):
+            layer, head = self.all_heads[j]
+            entry = {
+                "layer": layer,
+                "head": head,
+                "loss_delta_chosen": chosen_on[j],
+                "documents_chosen": len(self.choosing),
+                "loss_delta": estimate.mean[i],
+                "ci_low": estimate.low[i],
+                "ci_high": estimate.high[i],
+                "documents": len(self.judge),
+            }
+            self.held_out.setdefault(end, []).append(entry)
+
+    def _held_out_with_own_statistics(self, removals: list[Removal]) -> np.ndarray:
+        config = self.config
+        own = measure.gradients(
+            self.model, self.judge, config.batch_size, progress=config.progress, what="means"
+        )
+        return measure.sweep(
+            self.model,
+            self.judge,
+            removals,
+            config.batch_size,
+            means=own,
+            seed=config.seed,
+            progress=config.progress,
+            what="held-out heads",
+        ).delta
+
+    def _measure_curve(self) -> None:
+        assert self.gradients is not None
+        config, model, n = self.config, self.model, len(self.units)
+        raw = curve.importance_of_units(self.gradients.xi, self.group)
+        by_norm = curve.ascending(curve.normalised(raw), self.units)
+        counts = curve.step_counts(n, config.step)
+        self.orders = [
+            curve.Order("importance", None, by_norm, counts),
+            curve.Order("raw", None, curve.ascending(raw, self.units), counts),
+            curve.Order("compensated", None, by_norm, counts, mode="bias"),
+        ]
+        if self.exact is not None:
+            own = self.exact.delta[self.choosing].mean(0)
+            own = own.reshape(model.cfg.n_layers, -1, self.group).sum(-1)
+            self.orders.append(curve.Order("exact", None, curve.ascending(own, self.units), counts))
+        if config.rescore:
+            self.orders.append(self._rescored(counts))
+        seeds = [np.random.default_rng([config.seed, i]) for i in range(curve.RANDOM_SEEDS)]
+        shuffled = [[self.units[j] for j in rng.permutation(n)] for rng in seeds]
+        some = curve.random_counts(n)
+        members = [curve.Order("random", i, us, some) for i, us in enumerate(shuffled)]
+        self.orders.append(curve.Order("random", None, self.units, some, members=members))
+
+        def on_judge(removals: list[Removal], what: str) -> Sweep:
+            found = self._sweep(self.judge, removals, what)
+            self.baseline = found.clean
+            return found
+
+        curve.measure_steps(self.orders, on_judge)
+        growing = measure.Growing(
+            model, self.judge, config.batch_size, self.gradients, config.progress
+        )
+        for order in self.orders:
+            curve.refine(order, growing)
+        if self.exact is not None:
+            self._measure_interaction(self.orders[0])
+
+    def _rescored(self, counts: list[int]) -> curve.Order:
+        """Importance estimated again, on the choosing documents, after every step."""
+        gone: list[curve.Unit] = []
+        rows = self.text.subset(self.choosing.tolist())
+        for i, count in enumerate(counts[1:]):
+            found = measure.gradients(
+                self.model,
+                rows,
+                self.config.batch_size,
+                removed=[h for unit in gone for h in unit],
+                progress=self.config.progress,
+                what=f"re-estimating {i + 1}/{len(counts) - 1}",
+            )
+            scores = curve.normalised(curve.importance_of_units(found.xi, self.group))
+            taken = set(gone)
+            left = [u for u in curve.ascending(scores, self.units) if u not in taken]
+            gone += left[: count - len(gone)]
+        return curve.Order("rescore", None, gone, counts)
+
+    def _measure_interaction(self, order: curve.Order) -> None:
+        """Joint loss change at each step minus the sum of its heads' own, on the same documents."""
+        assert self.exact is not None
+        place = {head: i for i, head in enumerate(self.all_heads)}
+        counts = order.counts[1:]
+        joint = self._sweep(self.text, [order.removal(c) for c in counts], "interaction").delta
+        if self.config.ablation != "zero":
+            self.notices.append(
+                "interaction compares joint removal (zero) with single effects under "
+                f"{self.config.ablation} ablation."
+            )
+        for i, count in enumerate(counts):
+            own = self.exact.delta[:, [place[h] for h in order.removal(count).heads]].sum(1)
+            gap = tables.paired(joint[:, i] - own)
+            self.interaction.append(
+                {
+                    "n_pruned": order.heads_removed(count),
+                    "joint": joint[:, i].mean(),
+                    "sum_of_own": own.mean(),
+                    "interaction": gap.mean,
+                    "ci_low": gap.low,
+                    "ci_high": gap.high,
+                }
+            )
+
+    def result(self) -> Result:
+        """Tables, summary and provenance."""
+        return tables.assemble(self)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

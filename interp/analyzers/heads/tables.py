@@ -1,0 +1,321 @@
+"""The heads result: tables with units, and the summary. Arithmetic on per-document numbers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from interp import stats
+from interp.analyzers.heads import curve, measure
+from interp.results import Column, Result
+
+if TYPE_CHECKING:
+    from interp.analyzers.heads import _Run
+
+NATS = "nats per token"
+MATERIAL = 0.01
+"""nats per token; the effect size from which a head matters."""
+ALPHA = 0.05
+
+HEADS_COLUMNS = {
+    "layer": Column("index", "Layer, counted from 0."),
+    "head": Column("index", "Query head within the layer, counted from 0."),
+    "kv_head": Column("index", "KV head that this query head reads."),
+    "importance": Column(
+        "nats", "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
+    ),
+    "importance_low": Column("nats", "Lower end of importance's 95% t interval over documents."),
+    "importance_high": Column("nats", "Upper end of importance's 95% t interval over documents."),
+    "importance_norm": Column("share of layer norm", "importance divided by its layer's l2 norm."),
+    "importance_token": Column(
+        "nats", "Mean over documents of the mean over included positions of |z . dL/dz|."
+    ),
+    "loss_delta": Column(
+        NATS, "Loss with the head ablated (--ablation) minus baseline, paired by document."
+    ),
+    "ci_low": Column(NATS, "Lower end of loss_delta's 95% paired t interval over documents."),
+    "ci_high": Column(NATS, "Upper end of loss_delta's 95% paired t interval over documents."),
+    "p_value": Column("probability", "Two-sided paired t test of loss_delta = 0."),
+    "q_value": Column("probability", "p_value after Benjamini-Hochberg over all heads."),
+    "significant": Column("true or false", "q_value < 0.05; grows with the number of documents."),
+    "verdict": Column(
+        "word",
+        "material: interval wholly beyond 0.01 nats; negligible: wholly within; else undecided.",
+    ),
+    "kl": Column(NATS, "KL(clean || ablated) of next-token distributions, mean over documents."),
+    "kl_low": Column(NATS, "Lower end of kl's 95% t interval over documents."),
+    "kl_high": Column(NATS, "Upper end of kl's 95% t interval over documents."),
+    "loss_delta_mean": Column(
+        NATS, "As loss_delta, with z replaced by its mean over other documents' included positions."
+    ),
+    "mean_low": Column(NATS, "Lower end of loss_delta_mean's 95% paired t interval."),
+    "mean_high": Column(NATS, "Upper end of loss_delta_mean's 95% paired t interval."),
+}
+PRUNE_COLUMNS = {
+    "order": Column(
+        "word",
+        "importance (by importance_norm), raw (by importance), compensated (as importance, each "
+        "removed head's mean output kept as a bias), random, exact (by loss_delta), rescore.",
+    ),
+    "seed": Column("index", "Number of the random order; missing for the others."),
+    "step": Column("index", "Step of this order, counted from 0 (nothing removed)."),
+    "n_pruned": Column("heads", "Query heads removed."),
+    "fraction": Column("share of heads", "n_pruned over all query heads."),
+    "loss": Column(NATS, "Mean over documents of the loss with these heads removed."),
+    "loss_delta": Column(NATS, "loss minus baseline, paired by document."),
+    "ci_low": Column(NATS, "Lower end of loss_delta's 95% paired t interval over documents."),
+    "ci_high": Column(NATS, "Upper end of loss_delta's 95% paired t interval over documents."),
+}
+SUMMARY_COLUMNS = {
+    "baseline_loss": Column(NATS, "Mean over the curve's documents, nothing removed."),
+    "baseline_low": Column(NATS, "Lower end of its 95% t interval."),
+    "baseline_high": Column(NATS, "Upper end of its 95% t interval."),
+    "baseline_loss_token_weighted": Column(NATS, "The same, every token counting once."),
+    "baseline_documents": Column("documents", "Documents behind baseline_loss."),
+    "scored_loss": Column(NATS, "Baseline of the documents that the heads table is measured on."),
+    "heads": Column("heads", "Query heads of the model."),
+    "documents": Column("documents", "Documents behind the heads table."),
+    "pruned_order": Column("[layer, head]", "Heads by ascending importance_norm: the order removed."),
+    "prunable": Column(
+        "share of heads",
+        "Heads removed before the loss change first exceeds 0.01 / 0.05 nats; for random, the mean "
+        "over its orders.",
+    ),
+    "prunable_low": Column("share of heads", "The same by the interval's upper end: conservative."),
+    "prunable_high": Column("share of heads", "The same by the interval's lower end: optimistic."),
+    "best_order": Column("word", "Order with the largest prunable share, per limit."),
+    "verdicts": Column("heads", "Heads by verdict on loss_delta."),
+    "significant": Column("heads", "Heads with q < 0.05; grows with the number of documents."),
+    "significant_improve": Column("heads", "Significant ones whose removal lowers the loss."),
+    "significant_hurt": Column("heads", "Significant ones whose removal raises the loss."),
+    "material_improve": Column("heads", "Material ones whose removal lowers the loss."),
+    "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
+    "rank_correlation": Column("Spearman rho", "Over heads."),
+    "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "interaction": Column(
+        NATS, "Joint loss change at each step minus the sum of its heads' own, same documents."
+    ),
+}
+
+
+def paired(differences: np.ndarray) -> stats.PairedT:
+    """Mean, interval and p-value over the document axis (0)."""
+    return stats.paired_t(differences, axis=0)
+
+
+def assemble(run: _Run) -> Result:
+    """Everything a run has measured, as a Result."""
+    assert run.gradients is not None
+    tables = {"heads": _heads_table(run)}
+    columns = {"heads": {name: HEADS_COLUMNS[name] for name in tables["heads"].columns}}
+    measured = [order for order in run.orders if order.points]
+    if measured:
+        assert run.baseline is not None
+        tables["prune"] = _prune_table(measured, run.baseline, coarse=True)
+        columns["prune"] = PRUNE_COLUMNS
+        refined = _prune_table(measured, run.baseline, coarse=False)
+        if len(refined):
+            tables["refine"] = refined
+            columns["refine"] = PRUNE_COLUMNS
+    summary = _summary(run, tables["heads"], measured)
+    return Result(
+        analyzer="heads",
+        config=dataclasses.asdict(run.config),
+        model=run.model.describe(),
+        data=run.text.describe(),
+        summary=summary,
+        summary_columns={k: v for k, v in SUMMARY_COLUMNS.items() if k in summary},
+        tables=tables,
+        columns=columns,
+        notices=run.notices,
+        seed=run.config.seed,
+        started=run.started,
+        seconds=time.perf_counter() - run.began,
+        complete=run.complete,
+    )
+
+
+def _heads_table(run: _Run) -> pd.DataFrame:
+    assert run.gradients is not None
+    importance = stats.mean_interval(np.abs(run.gradients.xi), axis=0)
+    layers, heads = np.indices(importance.mean.shape)
+    table = pd.DataFrame(
+        {
+            "layer": layers.ravel(),
+            "head": heads.ravel(),
+            "kv_head": [run.model.kv_head(int(h)) for h in heads.ravel()],
+            "importance": importance.mean.ravel(),
+            "importance_low": importance.low.ravel(),
+            "importance_high": importance.high.ravel(),
+            "importance_norm": curve.normalised(importance.mean).ravel(),
+            "importance_token": run.gradients.token.mean(0).ravel(),
+        }
+    )
+    if run.exact is not None:
+        table = table.assign(**_exact_columns(run))
+    return table
+
+
+def _finished(per_document: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns to report of an array [document, head] that may have been interrupted."""
+    done = ~np.isnan(per_document)
+    whole = done.all(1)
+    if whole.any() and not done.all():  # some batches are through: all heads on their documents
+        return whole, np.ones(per_document.shape[1], dtype=bool)
+    return np.ones(len(per_document), dtype=bool), done.all(0)
+
+
+def _exact_columns(run: _Run) -> dict[str, Any]:
+    assert run.exact is not None
+    assert run.exact.kl is not None
+    n = run.exact.loss.shape[1]
+    rows, columns = _finished(run.exact.delta)
+    out: dict[str, Any] = {name: np.full(n, np.nan) for name in list(HEADS_COLUMNS)[8:]}
+    out["significant"] = np.zeros(n, dtype=bool)
+    out["verdict"] = np.full(n, "not measured", dtype=object)
+    if columns.any():
+        delta = paired(run.exact.delta[rows][:, columns])
+        kl = stats.mean_interval(run.exact.kl[rows][:, columns], axis=0)
+        q = stats.benjamini_hochberg(delta.p)
+        parts = {
+            "loss_delta": delta.mean,
+            "ci_low": delta.low,
+            "ci_high": delta.high,
+            "p_value": delta.p,
+            "q_value": q,
+            "significant": q < ALPHA,
+            "verdict": stats.verdict(delta.low, delta.high, MATERIAL),
+            "kl": kl.mean,
+            "kl_low": kl.low,
+            "kl_high": kl.high,
+        }
+        for name, values in parts.items():
+            out[name][columns] = values
+    if run.exact_mean is not None:
+        rows, columns = _finished(run.exact_mean.delta)
+        if columns.any():
+            mean = paired(run.exact_mean.delta[rows][:, columns])
+            for name, values in (
+                ("loss_delta_mean", mean.mean),
+                ("mean_low", mean.low),
+                ("mean_high", mean.high),
+            ):
+                out[name][columns] = values
+    return out
+
+
+def _prune_table(orders: list[curve.Order], baseline: np.ndarray, coarse: bool) -> pd.DataFrame:
+    rows = []
+    for order in (member for order in orders for member in (order.members or [order])):
+        total = order.heads_removed(len(order.units))
+        for n, delta in sorted(order.points.items()):
+            if (n in order.counts) != coarse:
+                continue
+            change = paired(delta)
+            removed = order.heads_removed(n)
+            rows.append(
+                {
+                    "order": order.name,
+                    "seed": order.seed,
+                    "step": order.counts.index(n) if coarse else _step_of(order, n),
+                    "n_pruned": removed,
+                    "fraction": removed / total,
+                    # At 0 this is the baseline itself, to the last bit.
+                    "loss": float((baseline + delta).mean()) if n else float(baseline.mean()),
+                    "loss_delta": float(change.mean),
+                    "ci_low": float(change.low),
+                    "ci_high": float(change.high),
+                }
+            )
+    table = pd.DataFrame(rows, columns=list(PRUNE_COLUMNS))
+    return table.assign(seed=table["seed"].astype("Int64"))
+
+
+def _step_of(order: curve.Order, n: int) -> int:
+    return sum(count < n for count in order.counts)
+
+
+def _summary(run: _Run, heads: pd.DataFrame, orders: list[curve.Order]) -> dict[str, Any]:
+    assert run.gradients is not None
+    scored = run.gradients.loss
+    base = run.baseline if run.baseline is not None else scored
+    text = run.judge if run.baseline is not None else run.text
+    counts = measure.predicted_counts(text)
+    ends = stats.mean_interval(base)
+    order = heads.sort_values("importance_norm", kind="stable")[["layer", "head"]]
+    if orders:
+        pruned = [list(h) for unit in orders[0].units for h in unit]
+    else:
+        pruned = order.to_numpy().tolist()
+    summary: dict[str, Any] = {
+        "baseline_loss": float(base.mean()),
+        "baseline_low": float(ends.low),
+        "baseline_high": float(ends.high),
+        "baseline_loss_token_weighted": float((base * counts).sum() / counts.sum()),
+        "baseline_documents": len(base),
+        "scored_loss": float(scored.mean()),
+        "heads": len(heads),
+        "documents": len(run.text),
+        "pruned_order": pruned,
+    }
+    if orders:
+        summary |= _prunable(orders)
+    if run.exact is not None:
+        summary |= _exact_summary(run, heads)
+    return summary
+
+
+def _prunable(orders: list[curve.Order]) -> dict[str, Any]:
+    # The curve at the interval's upper end crosses first: it gives the low fraction.
+    ends = {"prunable": "mean", "prunable_low": "high", "prunable_high": "low"}
+    out: dict[str, Any] = {key: {} for key in ends}
+    for order in orders:
+        curves = order.curves()
+        for key, end in ends.items():
+            known = not any(np.isnan(v) for v in curves[end].values())
+            out[key][order.name] = {
+                str(limit): order.prunable(curves[end], limit) if known else None
+                for limit in curve.LIMITS
+            }
+    found = {name: limits for name, limits in out["prunable"].items() if name != "random"}
+    out["best_order"] = {
+        str(limit): max(found, key=lambda name: found[name][str(limit)] or 0.0)
+        for limit in curve.LIMITS
+    }
+    return out
+
+
+def _exact_summary(run: _Run, heads: pd.DataFrame) -> dict[str, Any]:
+    known = heads[heads["verdict"] != "not measured"]
+    counts = known["verdict"].value_counts()
+    significant = known[known["significant"]]
+    material = known[known["verdict"] == "material"]
+    both = stats.verdict(material["mean_low"], material["mean_high"], MATERIAL) == "material"
+    rank = {
+        f"importance_norm~{name}": stats.spearman(known["importance_norm"], values)
+        for name, values in (
+            ("loss_delta", known["loss_delta"]),
+            ("|loss_delta|", known["loss_delta"].abs()),
+            ("kl", known["kl"]),
+        )
+    }
+    rank["importance~kl"] = stats.spearman(known["importance"], known["kl"])
+    out = {
+        "verdicts": {
+            word: int(counts.get(word, 0)) for word in ("material", "negligible", "undecided")
+        },
+        "significant": len(significant),
+        "significant_improve": int((significant["loss_delta"] < 0).sum()),
+        "significant_hurt": int((significant["loss_delta"] > 0).sum()),
+        "material_improve": int((material["loss_delta"] < 0).sum()),
+        "material_zero_and_mean": int(both.sum()),
+        "rank_correlation": rank,
+        "held_out": run.held_out,
+    }
+    if run.interaction:
+        out["interaction"] = run.interaction
+    return out

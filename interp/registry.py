@@ -1,0 +1,28 @@
+"""The only list of analyzers: command name -> config, where the function lives, one help line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from interp.config import HeadsConfig
+
+
+@dataclass(frozen=True)
+class Analyzer:
+    """One command, one question."""
+
+    config: type
+    function: str  # "module:function", imported only when the command runs
+    help: str
+
+
+ANALYZERS = {
+    "heads": Analyzer(
+        HeadsConfig,
+        "interp.analyzers.heads:heads",
+        "How sensitive is the model to removing attention heads?",
+    ),
+}
+
+# What draws figures and pages; named here so that results.py needs no import of it.
+REPORT = "interp.report"

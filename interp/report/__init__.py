@@ -1,0 +1,68 @@
+"""Tables for the terminal, figures and the page: all that is made of a measured `Result`.
+
+Importing this package imports neither rich nor plotly; each function brings what it needs. An
+analyzer is told to the report in two places: `views.VIEWS` (words and small tables) and
+`figures.FIGURES`. Without them its tables are shown as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from interp.results import Result
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    from rich.console import Console
+
+__all__ = ["display", "figure", "figure_names", "notebook_html", "print_result", "render"]
+
+
+def figure(result: Result, name: str) -> go.Figure:
+    """Draw one figure of `figure_names(result)`; an unknown one is an InterpError."""
+    from interp.report import figures
+
+    return figures.figure(result, name)
+
+
+def figure_names(result: Result) -> list[str]:
+    """Names of the figures that this result has the numbers for."""
+    from interp.report import figures
+
+    return figures.figure_names(result)
+
+
+def print_result(
+    result: Result, rows: int = 20, console: Console | None = None, notices: bool = True
+) -> None:
+    """Print tables and findings, to stdout unless a console is given; see `tables`."""
+    from interp.report import tables
+
+    tables.print_result(result, rows, console, notices)
+
+
+def render(results: Sequence[Result]) -> str:
+    """One self-contained HTML page; see `page`."""
+    from interp.report import page
+
+    return page.render(results)
+
+
+def notebook_html(result: Result) -> str:
+    """Table and figures as one piece of HTML with plotly.js in it, for `_repr_html_`."""
+    from interp.report import page
+
+    return page.fragment(result, figures=True)
+
+
+def display(result: Result) -> None:
+    """Show a result in a notebook: the table as HTML, each figure through plotly's own renderer."""
+    from IPython import display as ipython  # type: ignore[import-not-found]
+
+    from interp.report import page
+    from interp.report.spec import CONFIG
+
+    ipython.display(ipython.HTML(page.fragment(result, figures=False)))
+    for name in figure_names(result):
+        figure(result, name).show(config=CONFIG)

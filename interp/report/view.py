@@ -1,0 +1,82 @@
+"""What the report needs to know of one analyzer; the rest of it is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from interp.report.words import number
+from interp.results import Result
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A small ready-made table of strings, drawn from a summary or a large table.
+
+    Attributes:
+        title: what it shows, with the unit.
+        head: column headings.
+        rows: cells; the first of a row is its label.
+        note: one line below it.
+        terminal: whether it is worth its lines in a terminal too.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    terminal: bool = True
+
+
+def _nothing(result: Result) -> list[Any]:
+    return []
+
+
+@dataclass(frozen=True)
+class View:
+    """How one analyzer's results are told.
+
+    Attributes:
+        question: what was asked, one sentence.
+        findings: result -> sentences with numbers, most important first.
+        limits: result -> sentences: what the numbers are, and what they are not.
+        digests: result -> small tables.
+        rank: table -> candidates (column, by magnitude) by which the most informative rows come
+            first; the first candidate that the table has is used.
+        narrow: table -> function (rows) -> [(heading, cells)], for 80 columns.
+        quiet: tables that a digest already tells in a terminal.
+    """
+
+    question: str = ""
+    findings: Callable[[Result], list[str]] = _nothing
+    limits: Callable[[Result], list[str]] = _nothing
+    digests: Callable[[Result], list[Digest]] = _nothing
+    rank: Mapping[str, tuple[tuple[str, bool], ...]] = field(default_factory=dict)
+    narrow: Mapping[str, Callable[[pd.DataFrame], list[tuple[str, list[str]]]]] = field(
+        default_factory=dict
+    )
+    quiet: frozenset[str] = frozenset()
+
+
+def has(table: pd.DataFrame, column: str) -> bool:
+    """Whether the column is there and holds anything."""
+    return column in table.columns and bool(table[column].notna().any())
+
+
+def ranked(view: View, name: str, table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The table with its most informative rows first, and that order in words."""
+    for column, magnitude in view.rank.get(name, ()):
+        if has(table, column):
+            key = (lambda values: values.abs()) if magnitude else None
+            words = f"largest {column}{' in magnitude' if magnitude else ''} first"
+            # Rows without the number come last.
+            return table.sort_values(by=column, ascending=False, kind="stable", key=key), words
+    return table, "in the order measured"
+
+
+def first_number(*values: Any) -> float | None:
+    """The first of these that is a finite number."""
+    return next((found for value in values if (found := number(value)) is not None), None)

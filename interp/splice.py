@@ -1,0 +1,331 @@
+"""Run a model from the middle, exactly, and read its loss off without keeping the logits.
+
+Any change to heads is a replacement of z, the per-head attention output before W_O. Blocks before
+the first changed layer hand on the output they had in the clean run, the attention of that layer
+hands on W_O applied to the replacement, a parallel block's MLP its clean output; then the model
+runs as always, with the changes to later layers made at their own z. Zero, mean, resample and
+bias-compensated removal are data for this one function (`interventions`), for every family.
+
+The loss is read where the unembedding stands: logits exist only for a chunk of predicted tokens at
+a time, so a batch costs no [batch, pos, vocab] tensor but the clean distribution that KL needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from interp import hooks
+from interp.errors import InterpError
+from interp.model import Model
+from interp.text import TokenBatch
+
+# Logits of one chunk, in bytes: large enough for full matmul speed, small beside the model.
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29, "mps": 2**27}
+SELF_CHECK_NATS = 1e-4
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+"""z [batch, pos, head, d_head] -> its replacement; must not write to its argument."""
+
+
+@dataclass
+class Scores:
+    """What one forward pass says of each row of a batch.
+
+    loss: sum over the row's predicted tokens of the cross-entropy, in nats, float64 [batch].
+    kl: sum over the same tokens of KL(clean || this run), in nats; None without a reference.
+    """
+
+    loss: torch.Tensor
+    kl: torch.Tensor | None
+
+
+@dataclass
+class Reference:
+    """The clean next-token distributions of a batch, for KL."""
+
+    probabilities: torch.Tensor  # [predicted, vocab]
+    negative_entropy: torch.Tensor  # [predicted]
+
+
+class Reader:
+    """Takes the place of the unembedding: scores predicted tokens chunk by chunk."""
+
+    def __init__(
+        self,
+        model: Model,
+        batch: TokenBatch,
+        reference: Reference | None = None,
+        keep_reference: bool = False,
+    ) -> None:
+        self.model, self.batch, self.reference = model, batch, reference
+        self.keep: list[torch.Tensor] | None = [] if keep_reference else None
+        self.index = batch.predicted.flatten().nonzero()[:, 0]
+        self.targets = batch.targets.flatten()[self.index]
+        width = model.cfg.vocab_rows * 4
+        self.chunk = max(16, CHUNK_BYTES.get(model.device.type, 2**26) // width)
+        self.nll: torch.Tensor | None = None
+        self.kl: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
+        """[batch, pos, d_model] final normed hidden states; returns a stand-in for the logits."""
+        self._score(hidden, _unembed(self.model))
+        return hidden[..., :1]
+
+    def from_logits(self, logits: torch.Tensor) -> None:
+        """[batch, pos, vocab]: for models that change logits after the unembedding."""
+        self._score(logits, lambda x: x)
+
+    def _score(self, source: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        flat = source.reshape(-1, source.shape[-1])
+        nll, kl = [], []
+        for start in range(0, len(self.index), self.chunk):
+            at = slice(start, start + self.chunk)
+            logp = F.log_softmax(to_logits(flat[self.index[at]]).float(), dim=-1)
+            nll.append(-logp.gather(1, self.targets[at, None])[:, 0])
+            if self.reference is not None:
+                cross = torch.einsum("tv,tv->t", self.reference.probabilities[at], logp)
+                kl.append(self.reference.negative_entropy[at] - cross)
+            if self.keep is not None:
+                self.keep.append(logp)
+        self.nll = torch.cat(nll)
+        self.kl = torch.cat(kl) if kl else None
+
+    def scores(self) -> Scores:
+        """Sums over each row's tokens."""
+        assert self.nll is not None, "the model never reached its unembedding"
+        return Scores(self._by_row(self.nll), None if self.kl is None else self._by_row(self.kl))
+
+    def _by_row(self, values: torch.Tensor) -> torch.Tensor:
+        rows = self.index // self.batch.tokens.shape[1]
+        if values.device.type == "mps":  # which has no float64
+            rows, values = rows.cpu(), values.cpu()
+        sums = torch.zeros(len(self.batch.tokens), dtype=torch.float64, device=values.device)
+        return sums.index_add(0, rows, values.double())
+
+    def make_reference(self) -> Reference:
+        """The distributions of the run just read (with keep_reference)."""
+        assert self.keep is not None
+        logp = torch.cat(self.keep)
+        self.keep = None
+        probabilities = logp.exp()
+        return Reference(probabilities, torch.einsum("tv,tv->t", probabilities, logp))
+
+
+def _unembed(model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+    linear = model.bridge.unembed.original_component
+    if type(linear) is not torch.nn.Linear:
+        return linear
+    # The bridge gives every unembedding a bias; adding a zero one costs a pass over the logits.
+    bias = linear.bias
+    if bias is not None and not bool(bias.any()):
+        bias = None
+    return lambda x: F.linear(x, linear.weight, bias)
+
+
+def forward_scores(model: Model, batch: TokenBatch, reader: Reader | None = None) -> Scores:
+    """Run the model as it is now (hooks included) and score every row of the batch."""
+    reader = reader or Reader(model, batch)
+    unembed = model.bridge.unembed
+    hooked = unembed.hook_in.has_hooks() or unembed.hook_out.has_hooks()
+    if model.logits_are_unembedded and not hooked:
+        with hooks.replaced_forward(unembed, reader):
+            model.forward(batch)
+    else:
+        reader.from_logits(model.forward(batch))
+    return reader.scores()
+
+
+@dataclass
+class Clean:
+    """A run of a batch, with what a run from the middle reuses."""
+
+    batch: TokenBatch
+    scores: Scores
+    reference: Reference | None
+    z: list[torch.Tensor]  # per layer [batch, pos, head, d_head], edits applied
+    blocks: list[Any]  # per layer: what the block returned
+    attention: list[Any]  # per layer: what the attention returned, tensors but the first dropped
+    mlp: list[Any] | None  # per layer: what the MLP returned (parallel blocks only)
+    reader: Reader
+
+
+def run_clean(model: Model, batch: TokenBatch, *, kl: bool = False) -> Clean:
+    """Run a batch as it is and keep what `run_edited` needs.
+
+    Memory: (d_model + n_heads * d_head) floats per layer and token (with a parallel block d_model
+    more), and with kl the vocabulary once per predicted token.
+    """
+    n = model.cfg.n_layers
+    run = Clean(
+        batch=batch,
+        scores=Scores(torch.empty(0), None),
+        reference=None,
+        z=[torch.empty(0)] * n,
+        blocks=[None] * n,
+        attention=[None] * n,
+        mlp=[None] * n if model.cfg.parallel else None,
+        reader=Reader(model, batch, keep_reference=kl),
+    )
+    with _recorded(model, run):
+        run.scores = forward_scores(model, batch, run.reader)
+    if kl:
+        run.reference = run.reader.make_reference()
+    return run
+
+
+@contextlib.contextmanager
+def _recorded(model: Model, run: Clean, first: int = 0) -> Iterator[None]:
+    """Fill a run's records from layer `first` on, as its z is once all other hooks are done."""
+
+    def keep_z(layer: int) -> hooks.Hook:
+        def keep(tensor: torch.Tensor) -> None:
+            run.z[layer] = tensor
+
+        return keep
+
+    def keep(store: list[Any], layer: int, shape: Callable[[Any], Any]) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            store[layer] = shape(output)
+
+        return hook
+
+    layers = range(first, model.cfg.n_layers)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hooks.attached(model, [("z", i, keep_z(i)) for i in layers]))
+        for i in layers:
+            block = model.bridge.blocks[i]
+            wanted = [(block, run.blocks, _same), (block.attn, run.attention, _shell)]
+            if run.mlp is not None:
+                wanted.append((block.mlp, run.mlp, _same))
+            for module, store, shape in wanted:
+                handle = module.register_forward_hook(keep(store, i, shape))
+                stack.callback(handle.remove)
+        yield
+
+
+def run_edited(
+    model: Model, clean: Clean, edits: Mapping[int, Edit], *, from_start: bool = False
+) -> Scores:
+    """The scores of a batch with z replaced in one or more layers.
+
+    Args:
+        model: the model that `clean` was made with.
+        clean: the batch's clean run, or an edited one (`extend`) that these edits add to.
+        edits: layer -> replacement of z.
+        from_start: run every block again instead of reusing the clean prefix (slower; same result).
+
+    Returns:
+        Scores, with KL against the clean run where it was kept.
+    """
+    return _run(model, clean, edits, from_start, None)
+
+
+def extend(model: Model, run: Clean, edits: Mapping[int, Edit]) -> Clean:
+    """As `run_edited`, but the edited run is kept, for further edits to start from.
+
+    Edits must hold, for every layer from the first one changed, all that is to be changed there;
+    layers before it are as they were in `run`.
+    """
+    first = min(edits)
+    kept = dataclasses.replace(
+        run,
+        z=list(run.z),
+        blocks=list(run.blocks),
+        attention=list(run.attention),
+        mlp=None if run.mlp is None else list(run.mlp),
+    )
+    kept.z[first] = edits[first](run.z[first])
+    kept.scores = _run(model, run, edits, False, kept)
+    return kept
+
+
+def _run(
+    model: Model,
+    clean: Clean,
+    edits: Mapping[int, Edit],
+    from_start: bool,
+    record: Clean | None,
+) -> Scores:
+    if not edits:
+        return clean.scores
+    reader = copy.copy(clean.reader)
+    reader.reference = clean.reference
+    first = min(edits)
+    hooked = sorted(edits) if from_start else sorted(set(edits) - {first})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hooks.attached(model, [("z", i, edits[i]) for i in hooked]))
+        if not from_start:
+            for replacement in _prefix(model, clean, first, edits[first]):
+                stack.enter_context(hooks.replaced_forward(*replacement))
+        if record is not None:
+            # z of `first` never passes its hook point here (it is known), the later ones do.
+            known = record.z[first]
+            stack.enter_context(_recorded(model, record, first))
+            scores = forward_scores(model, clean.batch, reader)
+            record.z[first] = known
+            return scores
+        return forward_scores(model, clean.batch, reader)
+
+
+def _prefix(
+    model: Model, clean: Clean, layer: int, edit: Edit
+) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
+    """(module, forward) replacements that make the model start at `layer` with an edited z."""
+    blocks = model.bridge.blocks
+    for i in range(layer):
+        yield blocks[i], _constant(clean.blocks[i])
+
+    def attention(*_args: Any, **_kwargs: Any) -> Any:
+        z = edit(clean.z[layer])
+        out = blocks[layer].attn.o(z.reshape(*z.shape[:2], -1))
+        shell = clean.attention[layer]
+        return (out, *shell) if isinstance(shell, tuple) else out
+
+    yield blocks[layer].attn, attention
+    if clean.mlp is not None:
+        yield blocks[layer].mlp, _constant(clean.mlp[layer])
+
+
+def check(model: Model, clean: Clean) -> bool:
+    """Whether a run from the middle that changes nothing gives the clean losses back.
+
+    Holds for every family that interp is tested on; a block that does more to its attention's
+    output than the bridge shows would fail here, and is then run from the start.
+    """
+    last = model.cfg.n_layers - 1
+    for layer in sorted({0, last // 2, last}):
+        scores = run_edited(model, clean, {layer: lambda z: z})
+        if float((scores.loss - clean.scores.loss).abs().max()) > SELF_CHECK_NATS:
+            return False
+    return True
+
+
+def check_finite(values: torch.Tensor, what: str) -> None:
+    """Stop with a message on NaN or infinity."""
+    if not bool(torch.isfinite(values).all()):
+        raise InterpError(
+            f"The model gave a non-finite {what}. Check its weights, or use --dtype float32."
+        )
+
+
+def _same(output: Any) -> Any:
+    return output
+
+
+def _shell(output: Any) -> Any:
+    """A tuple's rest without its tensors (attention patterns are large), or None for a tensor."""
+    if not isinstance(output, tuple):
+        return None
+    return tuple(None if isinstance(part, torch.Tensor) else part for part in output[1:])
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: value
