@@ -72,6 +72,8 @@ class Model:
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
     logits_are_unembedded: bool = True
+    # A run from the middle gives the clean losses: measured by splice.usable when first needed.
+    splices: bool | None = None
 
     def describe(self) -> dict[str, Any]:
         """The `model` entry of result.json."""

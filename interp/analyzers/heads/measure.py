@@ -209,7 +209,7 @@ def sweep(
     out = into or empty_sweep(n_docs, len(removals), kl)
     rows_per_batch = batch_rows(model, text, batch_size)
     donors = Donors(model, text, seed) if any(r.mode == "resample" for r in removals) else None
-    from_start: bool | None = None
+    from_start = not splice.usable(model, text)
     bar = track(len(removals) * n_docs, what, progress)
     loss = _ByDocument(text, out.loss)
     diverged = _ByDocument(text, out.kl) if out.kl is not None else None
@@ -218,8 +218,6 @@ def sweep(
         rows = batch.rows.cpu().numpy()
         clean = splice.run_clean(model, batch, kl=kl)
         splice.check_finite(clean.scores.loss, "loss")
-        if from_start is None:
-            from_start = not splice.check(model, clean)
         base.add(0, rows, clean.scores.loss)
         source = _Source(model, text, clean, means, donors)
         for i, removal in enumerate(removals):
@@ -293,6 +291,7 @@ class Growing:
         if self._bar is None:
             self._bar = track(None, f"where {order.name} crosses", self.progress)
         out = empty_sweep(len(self.text), len(counts), kl=False)
+        usable = splice.usable(self.model, self.text)
         loss, base = _ByDocument(self.text, out.loss), _ByDocument(self.text, out.clean[:, None])
         for batch in self.text.batches(self.rows, self.model.device):
             rows = batch.rows.cpu().numpy()
@@ -300,7 +299,6 @@ class Growing:
             if self.single:
                 self._clean = clean
             base.add(0, rows, clean.scores.loss)
-            usable = splice.check(self.model, clean) if self._clean is None else True
             source = _Source(self.model, self.text, clean, self.means, None)
             last = self._last.get(id(order)) if self.single else None
             for i, n in enumerate(counts):

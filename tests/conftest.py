@@ -1,0 +1,75 @@
+"""Shared by all tests: threads that do not spin, no network, models loaded once."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs for half a minute where there is none
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["interp.text", "interp.reducers"], "beartype.beartype")
+
+import pytest
+from hypothesis import settings
+
+from tests import oracle, planted, tiny
+
+# Derandomised: a failure in CI is a failure here.
+settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """family -> folder of a tiny checkpoint in that exact architecture."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = tiny.make_checkpoint(family, tmp_path_factory.mktemp("tiny") / family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def load(checkpoint):
+    """family -> (interp model, the oracle's plain transformers model)."""
+    from interp.model import load_model
+
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = checkpoint(family)
+            made[family] = (load_model(folder, device="cpu"), oracle.load(folder))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plant(tmp_path_factory):
+    """name -> (interp model, interp text of its documents, what planted.py says of it)."""
+    from interp.model import load_model
+    from interp.text import load_text
+
+    made = {}
+
+    def get(name):
+        if name not in made:
+            case = planted.MAKERS[name](tmp_path_factory.mktemp("planted") / name)
+            model = load_model(case["folder"], device="cpu")
+            texts = case["texts"]
+            text = load_text(texts, model, documents=len(texts), context=64)
+            assert [d.windows[0] for d in text.documents] == case["documents"]
+            made[name] = (model, text, case)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    """Made-up documents of 3 to 60 tokens."""
+    return tiny.corpus(8)
