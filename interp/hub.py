@@ -8,7 +8,9 @@ folder. Torch-free.
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -17,7 +19,11 @@ from interp.errors import InterpError
 PROBE_SECONDS = 3.0
 CONFIG_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
-PICKLE_FILES = ["*.bin"]
+PICKLE_FILES = ["pytorch_model*.bin"]
+# Other formats of the same weights lie in folders of their own (onnx/, original/, ...).
+IGNORED_FILES = ["*/*"]
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"]
+INDEX = "model.safetensors.index.json"
 OFFLINE_VALUES = {"1", "ON", "YES", "TRUE"}
 
 
@@ -28,10 +34,15 @@ def endpoint() -> str:
     return constants.ENDPOINT
 
 
+def switched_off() -> bool:
+    """Whether the user's environment forbids asking the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in OFFLINE_VALUES
+
+
 @functools.cache
 def reachable(timeout: float = PROBE_SECONDS) -> bool:
     """Whether the hub answers within `timeout` seconds; asked once per process."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in OFFLINE_VALUES:
+    if switched_off():
         return False
     answer: list[bool] = []
 
@@ -39,13 +50,14 @@ def reachable(timeout: float = PROBE_SECONDS) -> bool:
         import urllib.error
         import urllib.request
 
-        request = urllib.request.Request(endpoint(), method="HEAD")
         try:
+            request = urllib.request.Request(endpoint(), method="HEAD")
             with urllib.request.urlopen(request, timeout=timeout):
                 answer.append(True)
-        except urllib.error.HTTPError:
-            answer.append(True)  # an error page is an answer
-        except (OSError, ValueError):
+        except urllib.error.HTTPError as error:
+            # An error page is an answer, unless it is a proxy's or says that the hub is down.
+            answer.append(error.code < 500 and error.code != 407)
+        except Exception:
             answer.append(False)
 
     # In a thread, because a name lookup ignores the socket's timeout.
@@ -55,16 +67,38 @@ def reachable(timeout: float = PROBE_SECONDS) -> bool:
     return bool(answer and answer[0])
 
 
-def cached_snapshot(repo: str, revision: str | None = None) -> Path | None:
-    """The local folder of a model repository that is already in the hub cache, or None."""
-    from huggingface_hub import snapshot_download
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a checkpoint folder holds, or should hold by its index.
+
+    Raises:
+        ValueError, KeyError, AttributeError, TypeError: the index is damaged, or missing.
+    """
+    if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
+        shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return [folder / shard for shard in sorted(shards)]
+    files = sorted(folder.glob("*.safetensors"))
+    if any(re.search(r"-\d+-of-\d+$", file.stem) for file in files):
+        raise ValueError("shards without an index")
+    return files
+
+
+def cached_snapshot(
+    repo: str, revision: str | None = None, *, allow_pickle: bool = False
+) -> Path | None:
+    """The local folder of a model repository that lies whole in the hub cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
 
     try:
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        config = try_to_load_from_cache(repo, "config.json", revision=revision)
+        if not isinstance(config, str):
+            return None
+        folder = Path(config).parent
+        files = weight_files(folder)
     except Exception:  # whatever the reason, it is not there
         return None
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    return folder if (folder / "config.json").exists() and has_weights else None
+    if files and all(file.exists() for file in files):
+        return folder
+    return folder if not files and allow_pickle and any(folder.glob("*.bin")) else None
 
 
 def snapshot(
@@ -84,31 +118,38 @@ def snapshot(
     Raises:
         InterpError: not cached and no hub, no such repository or revision, or no access.
     """
-    folder = cached_snapshot(repo, revision)
+    folder = cached_snapshot(repo, revision, allow_pickle=allow_pickle)
     if folder is not None:
-        return folder, folder.name
+        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+        if has_tokenizer or offline or not reachable():
+            return folder, folder.name
     wanted = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
-    if offline:
-        raise InterpError(
-            f"{wanted} is not in the local cache and --offline forbids fetching it. "
-            "Run once without --offline, or name a local folder."
-        )
-    if not reachable():
-        raise InterpError(
-            f"{wanted} is not in the local cache and the model hub did not answer within "
-            f"{PROBE_SECONDS:g} seconds. Name a local folder or .gguf file, or leave out "
-            "--model to use the embedded smollm2-135m."
-        )
+    if offline or not reachable():
+        raise InterpError(_absent(repo, revision, wanted, offline, allow_pickle))
     from huggingface_hub import HfApi, errors, snapshot_download
 
     try:
-        names = [
-            s.rfilename for s in HfApi().model_info(repo, revision=revision).siblings or []
-        ]
+        found = HfApi().model_info(repo, revision=revision, timeout=30)
+        names = [s.rfilename for s in found.siblings or [] if "/" not in s.rfilename]
         patterns = CONFIG_FILES + WEIGHT_FILES
-        if not any(name.endswith(".safetensors") for name in names) and allow_pickle:
-            patterns = CONFIG_FILES + PICKLE_FILES
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        if not any(name.endswith(".safetensors") for name in names):
+            if allow_pickle:
+                patterns = CONFIG_FILES + PICKLE_FILES
+            elif any(name.endswith(".bin") for name in names):
+                raise InterpError(
+                    f"{wanted} has its weights only as .bin files, which are pickles and can run "
+                    "code. Say --allow-pickle (allow_pickle=True) if you trust it."
+                )
+        folder = Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=IGNORED_FILES,
+            )
+        )
+    except InterpError:
+        raise
     except errors.RevisionNotFoundError:
         raise InterpError(
             f"{repo!r} has no revision {revision!r}. Give a branch, a tag or a commit that exists."
@@ -119,8 +160,43 @@ def snapshot(
         ) from None
     except errors.RepositoryNotFoundError:
         raise InterpError(
-            f"The hub knows no model {repo!r} (or it is private). Check the spelling."
+            f"There is no folder {repo!r} here, and the hub knows no model of that name (or it is "
+            "private). Check the spelling."
         ) from None
     except Exception as error:
-        raise InterpError(f"Fetching {wanted} failed: {error}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InterpError(f"Fetching {wanted} failed: {lines[0][:300]}") from error
     return folder, folder.name
+
+
+def _absent(
+    repo: str, revision: str | None, wanted: str, offline: bool, allow_pickle: bool
+) -> str:
+    if not allow_pickle and cached_snapshot(repo, revision, allow_pickle=True) is not None:
+        return (
+            f"{wanted} is in the local cache with .bin weights only, which are pickles and can run "
+            "code. Say --allow-pickle (allow_pickle=True) if you trust it."
+        )
+    here = _cached_revisions(repo)
+    cached = f" (cached revisions of it: {', '.join(here)})" if here else ""
+    if offline:
+        why, do = "--offline forbids fetching it", "Run once without --offline, or name"
+    elif switched_off():
+        why, do = "HF_HUB_OFFLINE forbids fetching it", "Unset that, or name"
+    else:
+        why = f"the model hub did not answer within {PROBE_SECONDS:g} seconds"
+        do = "Name"
+    return (
+        f"{wanted} is not in the local cache{cached} and {why}. {do} a local folder or .gguf "
+        "file, or leave out --model to use the embedded smollm2-135m."
+    )
+
+
+def _cached_revisions(repo: str) -> list[str]:
+    from huggingface_hub import constants
+
+    refs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "refs"
+    try:
+        return sorted(str(p.relative_to(refs)) for p in refs.rglob("*") if p.is_file())[:5]
+    except OSError:
+        return []

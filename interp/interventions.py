@@ -72,7 +72,9 @@ def removals(heads: Iterable[Head], means: torch.Tensor | None = None) -> dict[i
 
 
 @contextlib.contextmanager
-def ablate(model: Model, heads: Iterable[Head], means: torch.Tensor | None = None) -> Iterator[None]:
+def ablate(
+    model: Model, heads: Iterable[Head], means: torch.Tensor | None = None
+) -> Iterator[None]:
     """Remove heads for the duration of the block (zero, or their mean where `means` is given).
 
     Raises:

@@ -32,6 +32,11 @@ SHORT_NAMES = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B",
     "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
+# Names from before models had owners; a cache may hold them under either.
+OWNERS = {
+    **{n: f"openai-community/{n}" for n in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    "distilgpt2": "distilbert/distilgpt2",
+}
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,22 @@ def resolve(
     given = os.fspath(name)
     if not given.strip():
         raise InterpError("The model's name is empty. Give a short name, a folder or a .gguf file.")
+    try:
+        return _resolve(given, revision, offline, allow_pickle)
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, too long, no such user
+        raise InterpError(f"The model {given!r} cannot be looked up: {error}") from error
+
+
+def _resolve(given: str, revision: str | None, offline: bool, allow_pickle: bool) -> Found:
     path = Path(given).expanduser()
     if given.lower() == EMBEDDED and not path.exists():
         _no_revision(revision, "The embedded model")
-        return _embedded(offline)
+        return _embedded(
+            offline, [f"{EMBEDDED} is instruct-tuned, with 4-bit weights dequantised."]
+        )
     if path.is_dir():
         _no_revision(revision, f"The local folder {given!r}")
-        return Found(path.resolve().name, path, source=str(path))
+        return Found(Path(os.path.abspath(path)).name, path, source=str(path))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise InterpError(
@@ -79,25 +93,27 @@ def resolve(
         _no_revision(revision, f"The file {given!r}")
         return Found(path.stem, path, source=str(path))
     if given.lower() in SHORT_NAMES:
-        repo = SHORT_NAMES[given.lower()]
+        repo = _either(SHORT_NAMES[given.lower()], revision)
     elif _looks_like_hub_id(given):
         repo = given
     else:
         raise InterpError(_unknown(given))
-    folder, commit = hub.snapshot(
-        repo, revision, offline=offline, allow_pickle=allow_pickle
-    )
+    folder, commit = hub.snapshot(repo, revision, offline=offline, allow_pickle=allow_pickle)
     return Found(given.split("/")[-1], folder, source=repo, revision=commit)
 
 
 def _default(revision: str | None, offline: bool) -> Found:
     _no_revision(revision, "The default model (no --model was given)")
-    folder = hub.cached_snapshot("gpt2")
-    if folder is None and not offline and hub.reachable():
-        folder, _ = hub.snapshot("gpt2")
-    if folder is not None:
-        return Found("gpt2", folder, source="gpt2", revision=folder.name)
+    repo = _either("gpt2", None)
+    folder = hub.cached_snapshot(repo)
     why = "--offline was given" if offline else "no model hub answered"
+    if folder is None and not offline and hub.reachable():
+        try:
+            folder, _ = hub.snapshot(repo)
+        except InterpError as error:
+            why = f"could not be fetched ({str(error).rstrip('.')})"
+    if folder is not None:
+        return Found("gpt2", folder, source=repo, revision=folder.name)
     notice = (
         f"No --model was given, gpt2 is not cached and {why}: "
         f"using the embedded {EMBEDDED} (instruct-tuned, 4-bit weights dequantised)."
@@ -105,14 +121,21 @@ def _default(revision: str | None, offline: bool) -> Found:
     return _embedded(offline, [notice])
 
 
-def _embedded(offline: bool, notices: list[str] | None = None) -> Found:
+def _either(repo: str, revision: str | None) -> str:
+    """The name under which a model is cached, where it has two."""
+    owned = OWNERS.get(repo)
+    here = owned and not hub.cached_snapshot(repo, revision) and hub.cached_snapshot(owned, revision)
+    return owned if owned and here else repo
+
+
+def _embedded(offline: bool, notices: list[str]) -> Found:
     return Found(
         EMBEDDED,
         assets.fetch(EMBEDDED, offline=offline),
         source=EMBEDDED_SOURCE,
         bos_token_id=EMBEDDED_BOS,
         bos_default=True,
-        notices=notices or [],
+        notices=notices,
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from interp import hooks
 from interp.errors import InterpError
@@ -83,7 +83,9 @@ class Reader:
         """[batch, pos, vocab]: for models that change logits after the unembedding."""
         self._score(logits, lambda x: x)
 
-    def _score(self, source: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _score(
+        self, source: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         flat = source.reshape(-1, source.shape[-1])
         nll, kl = [], []
         for start in range(0, len(self.index), self.chunk):

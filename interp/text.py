@@ -179,7 +179,11 @@ class Text:
         take means and absolute values.
         """
         _check("batch_size", batch_size, 1)
-        places = [(i, j) for i, document in enumerate(self.documents) for j in range(len(document.windows))]
+        places = [
+            (i, j)
+            for i, document in enumerate(self.documents)
+            for j in range(len(document.windows))
+        ]
         cuts = (places[i : i + batch_size] for i in range(0, len(places), batch_size))
         return (self.batch_of(cut, device) for cut in cuts)
 

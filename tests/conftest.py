@@ -3,7 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs for half a minute where there is none
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs where there is none
 
 from jaxtyping import install_import_hook
 

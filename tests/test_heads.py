@@ -49,7 +49,9 @@ def test_importance_is_a_finite_difference(exact, family):
     np.testing.assert_allclose(grid(result, "importance"), expected, rtol=1e-3, atol=1e-5)
     norm = grid(result, "importance_norm")
     np.testing.assert_allclose((norm**2).sum(1), 1, rtol=1e-9)
-    np.testing.assert_allclose(norm, expected / np.linalg.norm(expected, axis=1)[:, None], rtol=1e-3)
+    np.testing.assert_allclose(
+        norm, expected / np.linalg.norm(expected, axis=1)[:, None], rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,7 +107,8 @@ def test_the_exact_order_comes_from_documents_that_the_curve_does_not_use(exact,
     result, _, plain, ids = exact("gpt2")
     choosing = ids[0::2]
     clean = oracle.document_losses(plain, choosing)
-    own = {h: (oracle.ablated_losses(plain, choosing, *h) - clean).mean() for h in oracle.heads_of(plain)}
+    heads = oracle.heads_of(plain)
+    own = {h: (oracle.ablated_losses(plain, choosing, *h) - clean).mean() for h in heads}
     order = sorted(own, key=own.get)
     judged = ids[1::2]
     before = oracle.document_losses(plain, judged)
@@ -460,4 +463,6 @@ def test_units_and_their_importance():
     xi = np.array([[[1.0, -1.0, 2.0, 3.0]], [[-4.0, 1.0, 0.0, -1.0]]])
     np.testing.assert_allclose(curve.importance_of_units(xi, 1), [[2.5, 1.0, 1.0, 2.0]])
     np.testing.assert_allclose(curve.importance_of_units(xi, 2), [[1.5, 3.0]])
-    np.testing.assert_allclose(curve.normalised(np.array([[3.0, 4.0], [0.0, 0.0]])), [[0.6, 0.8], [0, 0]])
+    np.testing.assert_allclose(
+        curve.normalised(np.array([[3.0, 4.0], [0.0, 0.0]])), [[0.6, 0.8], [0, 0]]
+    )

@@ -432,5 +432,5 @@ VIEW = View(
     digests=digests,
     rank={"heads": (("loss_delta", True), ("importance_norm", False))},
     narrow={"heads": narrow},
-    quiet=frozenset({"prune"}),
+    quiet=frozenset({"prune", "refine"}),
 )

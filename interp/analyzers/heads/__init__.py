@@ -27,7 +27,7 @@ import numpy as np
 
 from interp import hooks
 from interp.analyzers.heads import curve, measure, tables
-from interp.analyzers.heads.measure import Removal, Sweep
+from interp.analyzers.heads.measure import Mode, Removal, Sweep
 from interp.config import HeadsConfig, with_options
 from interp.errors import InterpError
 from interp.model import Model
@@ -39,9 +39,7 @@ HELD_OUT_HEADS = 5
 """Heads at each end of the exact ranking that are measured again on other documents."""
 
 
-def heads(
-    model: Model, text: Text, config: HeadsConfig | None = None, /, **options: Any
-) -> Result:
+def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **options: Any) -> Result:
     """Measure head importance, exact removal effects and the pruning curve.
 
     Args:
@@ -95,7 +93,9 @@ class _Run:
         self.group = model.cfg.n_heads // model.cfg.n_kv_heads if config.unit == "kv" else 1
         self.units = curve.units(model.cfg.n_layers, model.cfg.n_heads, self.group)
         self.all_heads = [
-            (layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)
+            (layer, head)
+            for layer in range(model.cfg.n_layers)
+            for head in range(model.cfg.n_heads)
         ]
         self._choose_documents()
         mine = hooks.foreign_hooks(model)
@@ -157,7 +157,9 @@ class _Run:
 
     def _measure_exact(self) -> None:
         config = self.config
-        modes = [config.ablation] + (["mean"] if config.ablation != "mean" else [])
+        modes: list[Mode] = [config.ablation]
+        if config.ablation != "mean":
+            modes.append("mean")
         plans = {mode: [Removal((head,), mode) for head in self.all_heads] for mode in modes}
         seconds = sum(
             measure.time_of(self.model, self.text, plan, config.batch_size, kl=i == 0)

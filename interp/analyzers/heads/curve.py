@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def importance_of_units(xi: np.ndarray, group: int) -> np.ndarray:
     """[layer, unit] mean over documents of |dL/dxi|, xi scaling all heads of a unit at once.
 
     Args:
-        xi: [document, layer, head] signed gradients. One xi for several heads has the sum of theirs.
+        xi: [document, layer, head] signed gradients; one xi for several heads has their sum.
         group: query heads per unit.
     """
     docs, layers, heads = xi.shape
@@ -108,7 +109,7 @@ class Order:
             self.points[n] = np.mean([member.points[n] for member in self.members], axis=0)
 
     def wanted(self, ahead: int) -> list[int]:
-        """Counts still to be measured before every crossing is known to the unit, `ahead` at once."""
+        """Counts to be measured before every crossing is known to the unit, `ahead` at once."""
         found: set[int] = set()
         for curve in self.curves().values():
             for limit in LIMITS:
@@ -144,7 +145,7 @@ class Order:
     def _crossed(self, curve: dict[int, float], limit: float) -> tuple[int, int] | None:
         """The first step (from, to) whose end exceeds the limit, or None."""
         measured = [n for n in self.counts if n in curve]
-        for before, last in zip(measured, measured[1:], strict=False):
+        for before, last in pairwise(measured):
             if curve[last] > limit:
                 return before, last
         return None

@@ -142,7 +142,7 @@ def _backward(
 
     with torch.enable_grad(), hooks.attached(model, [("z", i, watch(i)) for i in range(n)]):
         scores = splice.forward_scores(model, batch)
-        # Each document's own mean loss: documents do not see each other, so one backward serves all.
+        # Each document's own mean loss; they do not see each other, so one backward serves all.
         weight = torch.as_tensor(1 / counts).to(scores.loss)
         (scores.loss * weight).sum().backward(inputs=leaf)
     splice.check_finite(scores.loss.detach(), "loss")
@@ -205,7 +205,7 @@ def sweep(
         what: the bar's name.
         into: filled in place, so that an interrupted caller keeps what was measured.
     """
-    n_docs, counts = len(text), predicted_counts(text)
+    n_docs = len(text)
     out = into or empty_sweep(n_docs, len(removals), kl)
     rows_per_batch = batch_rows(model, text, batch_size)
     donors = Donors(model, text, seed) if any(r.mode == "resample" for r in removals) else None
@@ -226,7 +226,8 @@ def sweep(
             splice.check_finite(scores.loss, f"loss without {_named(removal)}")
             finished = loss.add(i, rows, scores.loss)
             if diverged is not None:
-                diverged.add(i, rows, torch.zeros_like(scores.loss) if scores.kl is None else scores.kl)
+                kl_sums = torch.zeros_like(scores.loss) if scores.kl is None else scores.kl
+                diverged.add(i, rows, kl_sums)
             bar.update(finished)
     bar.close()
     return out

@@ -79,7 +79,9 @@ SUMMARY_COLUMNS = {
     "scored_loss": Column(NATS, "Baseline of the documents that the heads table is measured on."),
     "heads": Column("heads", "Query heads of the model."),
     "documents": Column("documents", "Documents behind the heads table."),
-    "pruned_order": Column("[layer, head]", "Heads by ascending importance_norm: the order removed."),
+    "pruned_order": Column(
+        "[layer, head]", "Heads by ascending importance_norm: the order removed."
+    ),
     "prunable": Column(
         "share of heads",
         "Heads removed before the loss change first exceeds 0.01 / 0.05 nats; for random, the mean "
@@ -163,10 +165,10 @@ def _heads_table(run: _Run) -> pd.DataFrame:
 def _finished(per_document: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows and columns to report of an array [document, head] that may have been interrupted."""
     done = ~np.isnan(per_document)
-    whole = done.all(1)
+    whole = np.all(done, axis=1)
     if whole.any() and not done.all():  # some batches are through: all heads on their documents
-        return whole, np.ones(per_document.shape[1], dtype=bool)
-    return np.ones(len(per_document), dtype=bool), done.all(0)
+        return whole, np.full(per_document.shape[1], True)
+    return np.full(len(per_document), True), np.all(done, axis=0)
 
 
 def _exact_columns(run: _Run) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
 
 def _prune_table(orders: list[curve.Order], baseline: np.ndarray, coarse: bool) -> pd.DataFrame:
     rows = []
-    for order in (member for order in orders for member in (order.members or [order])):
+    for order in (single for group in orders for single in (group.members or [group])):
         total = order.heads_removed(len(order.units))
         for n, delta in sorted(order.points.items()):
             if (n in order.counts) != coarse:
@@ -290,30 +292,31 @@ def _prunable(orders: list[curve.Order]) -> dict[str, Any]:
 
 
 def _exact_summary(run: _Run, heads: pd.DataFrame) -> dict[str, Any]:
-    known = heads[heads["verdict"] != "not measured"]
-    counts = known["verdict"].value_counts()
-    significant = known[known["significant"]]
-    material = known[known["verdict"] == "material"]
-    both = stats.verdict(material["mean_low"], material["mean_high"], MATERIAL) == "material"
-    rank = {
-        f"importance_norm~{name}": stats.spearman(known["importance_norm"], values)
-        for name, values in (
-            ("loss_delta", known["loss_delta"]),
-            ("|loss_delta|", known["loss_delta"].abs()),
-            ("kl", known["kl"]),
-        )
-    }
-    rank["importance~kl"] = stats.spearman(known["importance"], known["kl"])
+    known = heads.query("verdict != 'not measured'")
+    word = known["verdict"].to_numpy(dtype=str)
+    delta, kl, norm, importance = (
+        known[name].to_numpy(dtype=float)
+        for name in ("loss_delta", "kl", "importance_norm", "importance")
+    )
+    significant, material = known["significant"].to_numpy(dtype=bool), word == "material"
+    low, high = (known[name].to_numpy(dtype=float) for name in ("mean_low", "mean_high"))
+    both = material & (stats.verdict(low, high, MATERIAL) == "material")
     out = {
         "verdicts": {
-            word: int(counts.get(word, 0)) for word in ("material", "negligible", "undecided")
+            name: int((word == name).sum()) for name in ("material", "negligible", "undecided")
         },
-        "significant": len(significant),
-        "significant_improve": int((significant["loss_delta"] < 0).sum()),
-        "significant_hurt": int((significant["loss_delta"] > 0).sum()),
-        "material_improve": int((material["loss_delta"] < 0).sum()),
+        "significant": int(significant.sum()),
+        "significant_improve": int((significant & (delta < 0)).sum()),
+        "significant_hurt": int((significant & (delta > 0)).sum()),
+        "material_improve": int((material & (delta < 0)).sum()),
         "material_zero_and_mean": int(both.sum()),
-        "rank_correlation": rank,
+        "rank_correlation": {
+            "importance_norm~loss_delta": stats.spearman(norm, delta),
+            "importance_norm~|loss_delta|": stats.spearman(norm, np.abs(delta)),
+            "importance_norm~kl": stats.spearman(norm, kl),
+            "importance~loss_delta": stats.spearman(importance, delta),
+            "importance~kl": stats.spearman(importance, kl),
+        },
         "held_out": run.held_out,
     }
     if run.interaction:

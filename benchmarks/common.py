@@ -1,0 +1,201 @@
+"""What the benchmarks share: a row of the table, clocks, models and documents."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from interp.model import Model
+    from interp.text import Text
+
+AGREEMENT = 1e-5
+"""Nats per token. Where two ways differ by more, their ratio does not count."""
+
+
+@dataclass
+class Options:
+    """What every benchmark is given."""
+
+    device: str = "cpu"
+    reps: int | None = None
+    """Repetitions; None is each benchmark's own choice."""
+    cases: Sequence[str] = ()
+    """Only cases whose name contains one of these; empty is all."""
+    batch_tokens: int = 512
+    """Tokens of a batch: short runs. The tool's own default is 2048."""
+
+    def wants(self, case: str) -> bool:
+        """Whether a case is asked for."""
+        return not self.cases or any(part in case for part in self.cases)
+
+
+@dataclass
+class Row:
+    """One ratio: its value in every repetition, what it should be, and whether it counts."""
+
+    case: str
+    what: str
+    values: Sequence[float]
+    """The ratio, once per repetition."""
+    at_least: float | None = None
+    at_most: float | None = None
+    gap: float | None = None
+    """Largest difference of the two ways' results; None where there is nothing to compare."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        """The median over repetitions."""
+        return statistics.median(self.values)
+
+    @property
+    def counts(self) -> bool:
+        """Whether both ways gave the same numbers (a NaN does not)."""
+        return self.gap is None or self.gap <= AGREEMENT
+
+    @property
+    def target(self) -> str:
+        """In words."""
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return f"<= {self.at_most:g}" if self.at_most is not None else ""
+
+    @property
+    def verdict(self) -> str:
+        """met, missed, or nothing where there is no target."""
+        if not self.counts:
+            return "does not count"
+        if self.at_least is None and self.at_most is None:
+            return ""
+        low = -math.inf if self.at_least is None else self.at_least
+        high = math.inf if self.at_most is None else self.at_most
+        return "met" if low <= self.value <= high else "missed"
+
+    def cells(self) -> list[str]:
+        """As a row of the table."""
+        digits = 3 if self.at_most is not None else 2
+        spread = f"{min(self.values):.{digits}f} to {max(self.values):.{digits}f}"
+        gap = "" if self.gap is None else f"{self.gap:.0e}"
+        n = str(len(self.values))
+        value = f"{self.value:.{digits}f}"
+        return [self.case, self.what, value, spread, n, self.target, self.verdict, gap]
+
+
+HEADER = ["case", "ratio", "median", "min to max", "n", "target", "", "largest difference"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table that reads well as plain text too, notes below it."""
+    cells = [HEADER, *[row.cells() for row in rows]]
+    width = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
+    lines = [" | ".join(c.ljust(w) for c, w in zip(row, width, strict=True)) for row in cells]
+    lines.insert(1, " | ".join("-" * w for w in width))
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
+    return "\n".join([f"| {line} |" for line in lines] + [""] * bool(notes) + [f"* {n}" for n in notes])
+
+
+@dataclass
+class Time:
+    """Seconds of one call: on the wall, and of all this process's threads on the CPU."""
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: Time) -> Time:
+        return Time(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __mul__(self, factor: float) -> Time:
+        return Time(self.wall * factor, self.cpu * factor)
+
+
+ZERO = Time(0.0, 0.0)
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, Time]:
+    """What the call gives, and how long it took (a GPU's queue is emptied before and after)."""
+    _wait(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = call()
+    _wait(device)
+    return out, Time(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def smollm2(device: str) -> Model:
+    """The embedded real model."""
+    import interp
+
+    return interp.load_model("smollm2-135m", device=device)
+
+
+@contextmanager
+def random_gpt2(device: str, **overrides: Any) -> Iterator[Model]:
+    """A randomly weighted GPT-2, the small one's shape unless overridden."""
+    import interp
+
+    with TemporaryDirectory() as folder:
+        yield interp.load_model(save_gpt2(Path(folder) / "gpt2-shape", **overrides), device=device)
+
+
+def save_gpt2(folder: Path, **overrides: Any) -> Path:
+    """A checkpoint with random weights, and a tokenizer whose tokens are the words w1, w2, ..."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    config = GPT2Config(**overrides)
+    end = "<|endoftext|>"
+    words = {f"w{i}": i for i in range(config.vocab_size - 1)} | {end: config.vocab_size - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=end))
+    # pyright takes this setter for a read-only property
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    config.bos_token_id = config.eos_token_id = config.vocab_size - 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, unk_token=end).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def random_documents(n: int, words: int, vocab: int) -> list[str]:
+    """Documents of `words` random words of `save_gpt2`'s tokenizer, all different."""
+    import random
+
+    rng = random.Random(0)
+    return [" ".join(f"w{rng.randrange(1, vocab - 1)}" for _ in range(words)) for _ in range(n)]
+
+
+def full_text(model: Model, documents: int, context: int) -> Text:
+    """Documents of exactly `context` tokens, so that nobody is slowed by padding.
+
+    The embedded news for a model that was trained on English, random words for a random one.
+    """
+    import interp
+
+    if model.cfg.family == "gpt2":
+        made = random_documents(documents, context, model.cfg.vocab_size)
+    else:
+        news = interp.load_text("news", model, documents=40 * documents, context=context)
+        words = " ".join(d.text for d in news.documents).split()
+        made = [" ".join(words[i * context : (i + 1) * context]) for i in range(documents)]
+    text = interp.load_text(made, model, documents=documents, context=context, min_tokens=context - 1)
+    assert text.tokens == documents * context, "a document is shorter than the context"
+    return text

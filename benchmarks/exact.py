@@ -1,0 +1,257 @@
+"""Removing every head one at a time: interp, the loop that a TransformerLens user writes, the floor.
+
+* peer: `run_with_hooks` with one hook per head, on the same batches with the same mask, then the
+  fast cross-entropy on flattened logits (and KL from the same log-probabilities).
+* floor: nothing but what must run after a head of layer l has changed: W_O and the MLP of block l,
+  the bridge's blocks after it called directly, the final norm, the unembedding of the predicted
+  positions by F.linear in cache-sized chunks, cross-entropy.
+
+One head per layer is timed, since all heads of a layer cost the same: the sum over layers times the
+heads of a layer, plus one clean run per batch, is the time over all heads. At every layer the three
+run one after another. interp is its public sweep; only its clean run is handed to it ready made, and
+timed on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import ZERO, Options, Row, Time, full_text, random_gpt2, smollm2, timed
+from interp import splice
+from interp.analyzers.heads import measure
+from interp.model import Model
+from interp.text import Text, TokenBatch
+
+FLOOR = 1.15
+
+
+@dataclass
+class Case:
+    name: str
+    model: str
+    context: int
+    kl: bool
+    reps: int
+    at_least: float | None
+
+
+CASES = [
+    Case("smollm2-135m, 128 tokens", "smollm2", 128, False, 3, 1.5),
+    Case("smollm2-135m, 128 tokens, with KL", "smollm2", 128, True, 3, 1.5),
+    Case("smollm2-135m, 512 tokens", "smollm2", 512, False, 2, None),
+    Case("gpt2-small shape, 128 tokens", "gpt2", 128, False, 5, 1.4),
+    Case("gpt2-small shape, 128 tokens, with KL", "gpt2", 128, True, 3, 1.4),
+    Case("gpt2-small shape, 512 tokens", "gpt2", 512, False, 3, None),
+]
+
+Scored = tuple[np.ndarray, np.ndarray | None]
+"""[document] loss and KL, nats per token."""
+
+
+def run(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    wanted = [case for case in CASES if options.wants(case.name)]
+    for name in dict.fromkeys(case.model for case in wanted):
+        with ExitStack() as stack:
+            if name == "gpt2":
+                model = stack.enter_context(random_gpt2(options.device))
+            else:
+                model = smollm2(options.device)
+            stack.enter_context(model.measuring())
+            for case in wanted:
+                if case.model == name:
+                    rows += compare(model, case, options)
+    return rows
+
+
+def compare(model: Model, case: Case, options: Options) -> list[Row]:
+    """interp against the peer and against the floor."""
+    size = max(1, options.batch_tokens // case.context)
+    text = full_text(model, size, case.context)
+    runs = [Runs(model, text, size, case.kl) for _ in range(options.reps or case.reps)]
+    first = next(iter(runs))
+    # Page in code and weights, let interp check that the model can be run from the middle.
+    for warm in (first.interp, first.peer, first.floor):
+        warm(model.cfg.n_layers - 1)
+    for each in runs:
+        each.measure()
+    peer = [r.over_all("peer") for r in runs]
+    mine = [r.over_all("interp") for r in runs]
+    floor = [r.over_all("floor") for r in runs]
+    heads = model.cfg.n_layers * model.cfg.n_heads
+    note = (
+        f"{case.name}: batches of {size}; extrapolated to all {heads} heads of one batch interp "
+        f"takes {min(t.wall for t in mine):.0f} s. On CPU seconds "
+        f"peer / interp is {_median([p.cpu / m.cpu for p, m in zip(peer, mine, strict=True)]):.2f} "
+        f"and interp / floor {_median([m.cpu / f.cpu for m, f in zip(mine, floor, strict=True)]):.3f}."
+    )
+    gaps = {way: max(r.gap(way) for r in runs) for way in ("peer", "floor")}
+    return [
+        Row(
+            case.name,
+            "peer / interp",
+            [p.wall / m.wall for p, m in zip(peer, mine, strict=True)],
+            at_least=case.at_least,
+            gap=gaps["peer"],
+            notes=[note],
+        ),
+        Row(
+            case.name,
+            "interp / floor",
+            [m.wall / f.wall for m, f in zip(mine, floor, strict=True)],
+            at_most=FLOOR,
+            gap=gaps["floor"],
+        ),
+    ]
+
+
+class Runs:
+    """One repetition: all layers, three ways at each."""
+
+    def __init__(self, model: Model, text: Text, size: int, kl: bool) -> None:
+        self.model, self.text, self.size, self.kl = model, text, size, kl
+        (self.batch,) = text.batches(size, model.device)
+        self.clean = splice.run_clean(model, self.batch, kl=kl)
+        self.calls = block_calls(model, self.batch)
+        self.predicted = self.batch.predicted.flatten().nonzero()[:, 0]
+        self.times: dict[str, list[Time]] = {"interp": [], "peer": [], "floor": []}
+        self.once: dict[str, Time] = {}
+        self.scores: dict[str, list[Scored]] = {"interp": [], "peer": [], "floor": []}
+
+    def measure(self) -> None:
+        device = self.model.device
+        _, self.once["interp"] = timed(
+            lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device
+        )
+        self.once["peer"] = self.once["floor"] = self.once["interp"]
+        ways = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
+        for layer in range(self.model.cfg.n_layers):
+            for name, way in ways.items():
+                scored, time = timed(lambda way=way, layer=layer: way(layer), device)
+                self.times[name].append(time)
+                self.scores[name].append(scored)
+
+    def over_all(self, way: str) -> Time:
+        """Seconds over all heads of the batch, its clean run included."""
+        return sum(self.times[way], ZERO) * self.model.cfg.n_heads + self.once[way]
+
+    def gap(self, way: str) -> float:
+        """Largest difference of a document's loss or KL from interp's."""
+        gaps = [
+            np.abs(a - b).max()
+            for mine, other in zip(self.scores["interp"], self.scores[way], strict=True)
+            for a, b in zip(mine, other, strict=True)
+            if a is not None and b is not None
+        ]
+        return float(np.max(gaps))
+
+    def head(self, layer: int) -> int:
+        """The head that stands for its layer."""
+        return layer % self.model.cfg.n_heads
+
+    def interp(self, layer: int) -> Scored:
+        removal = measure.Removal(((layer, self.head(layer)),), "zero")
+        with mock.patch.object(splice, "run_clean", lambda *_args, **_kwargs: self.clean):
+            found = measure.sweep(self.model, self.text, [removal], self.size, kl=self.kl)
+        return found.loss[:, 0], None if found.kl is None else found.kl[:, 0]
+
+    def peer(self, layer: int) -> Scored:
+        def zero_head(z: torch.Tensor, hook: Any) -> torch.Tensor:
+            z = z.clone()
+            z[:, :, self.head(layer)] = 0
+            return z
+
+        batch = self.batch
+        logits = self.model.bridge.run_with_hooks(
+            batch.tokens,
+            fwd_hooks=[(f"blocks.{layer}.attn.hook_z", zero_head)],
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        ).flatten(0, 1)
+        targets = torch.where(batch.predicted, batch.targets, -100).flatten()
+        if not self.kl:
+            loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+            return self.per_document(loss), None
+        logp = F.log_softmax(logits, dim=-1)
+        loss = F.nll_loss(logp, targets, reduction="none", ignore_index=-100)
+        return self.per_document(loss), self.per_document(self.divergence(logp[self.predicted]))
+
+    def floor(self, layer: int) -> Scored:
+        bridge = self.model.bridge
+        block = bridge.blocks[layer]
+        z = self.clean.z[layer].clone()
+        z[:, :, self.head(layer)] = 0
+        stream = self.calls[layer][0][0] + block.attn.o(z.flatten(2))
+        stream = stream + block.mlp(block.ln2(stream))
+        for later in range(layer + 1, self.model.cfg.n_layers):
+            args, kwargs = self.calls[later]
+            out = bridge.blocks[later](stream, *args[1:], **kwargs)
+            stream = out[0] if isinstance(out, tuple) else out
+        hidden = bridge.ln_final(stream).flatten(0, 1)[self.predicted]
+        weight = bridge.unembed.original_component.weight
+        targets = self.batch.targets.flatten()[self.predicted]
+        chunk = max(16, splice.CHUNK_BYTES.get(weight.device.type, 2**26) // (4 * len(weight)))
+        loss, kl = [], []
+        for start in range(0, len(hidden), chunk):
+            at = slice(start, start + chunk)
+            logits = F.linear(hidden[at], weight)
+            if not self.kl:
+                loss.append(F.cross_entropy(logits, targets[at], reduction="none"))
+                continue
+            logp = F.log_softmax(logits, dim=-1)
+            loss.append(F.nll_loss(logp, targets[at], reduction="none"))
+            kl.append(self.divergence(logp, at))
+        every = self.per_document(torch.cat(loss))
+        return every, self.per_document(torch.cat(kl)) if kl else None
+
+    def divergence(self, logp: torch.Tensor, at: slice = slice(None)) -> torch.Tensor:
+        """KL(clean || this) at predicted positions."""
+        reference = self.clean.reference
+        assert reference is not None
+        cross = torch.einsum("tv,tv->t", reference.probabilities[at], logp)
+        return reference.negative_entropy[at] - cross
+
+    def per_document(self, values: torch.Tensor) -> np.ndarray:
+        """Means over the predicted tokens of each row; values at all or at predicted positions."""
+        if len(values) == len(self.predicted):
+            every = values.new_zeros(self.batch.tokens.numel())
+            every[self.predicted] = values
+            values = every
+        sums = values.view_as(self.batch.tokens).double().sum(1)
+        return (sums / self.batch.predicted.sum(1)).cpu().numpy()
+
+
+def block_calls(model: Model, batch: TokenBatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What each block is called with in a clean run."""
+    calls: list[Any] = [None] * model.cfg.n_layers
+    with ExitStack() as stack:
+        for i, block in enumerate(model.bridge.blocks):
+            stack.enter_context(_watched(block, calls, i))
+        model.forward(batch)
+    return calls
+
+
+@contextmanager
+def _watched(block: torch.nn.Module, calls: list[Any], i: int) -> Iterator[None]:
+    def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[i] = (args, dict(kwargs))
+
+    handle = block.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
