@@ -158,8 +158,10 @@ def save_gpt2(folder: Path, **overrides: Any) -> Path:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
     config = GPT2Config(**overrides)
+    logging.disable_progress_bar()
     end = "<|endoftext|>"
     words = {f"w{i}": i for i in range(config.vocab_size - 1)} | {end: config.vocab_size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=end))

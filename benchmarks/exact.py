@@ -75,14 +75,11 @@ def run(options: Options) -> list[Row]:
 def compare(model: Model, case: Case, options: Options) -> list[Row]:
     """interp against the peer and against the floor."""
     size = max(1, options.batch_tokens // case.context)
-    text = full_text(model, size, case.context)
-    runs = [Runs(model, text, size, case.kl) for _ in range(options.reps or case.reps)]
-    first = next(iter(runs))
-    # Page in code and weights, let interp check that the model can be run from the middle.
-    for warm in (first.interp, first.peer, first.floor):
+    ways = Ways(model, full_text(model, size, case.context), size, case.kl)
+    # Page in code and weights; let interp check that the model can be run from the middle.
+    for warm in (ways.interp, ways.peer, ways.floor):
         warm(model.cfg.n_layers - 1)
-    for each in runs:
-        each.measure()
+    runs = [ways.repetition() for _ in range(options.reps or case.reps)]
     peer = [r.over_all("peer") for r in runs]
     mine = [r.over_all("interp") for r in runs]
     floor = [r.over_all("floor") for r in runs]
@@ -91,7 +88,8 @@ def compare(model: Model, case: Case, options: Options) -> list[Row]:
         f"{case.name}: batches of {size}; extrapolated to all {heads} heads of one batch interp "
         f"takes {min(t.wall for t in mine):.0f} s. On CPU seconds "
         f"peer / interp is {_median([p.cpu / m.cpu for p, m in zip(peer, mine, strict=True)]):.2f} "
-        f"and interp / floor {_median([m.cpu / f.cpu for m, f in zip(mine, floor, strict=True)]):.3f}."
+        f"and interp / floor {_median([m.cpu / f.cpu for m, f in zip(mine, floor, strict=True)]):.3f}. "
+        f"Removing these heads changes the loss by at least {ways.effect(runs[0]):.0e} nats."
     )
     gaps = {way: max(r.gap(way) for r in runs) for way in ("peer", "floor")}
     return [
@@ -113,8 +111,37 @@ def compare(model: Model, case: Case, options: Options) -> list[Row]:
     ]
 
 
-class Runs:
-    """One repetition: all layers, three ways at each."""
+@dataclass
+class Repetition:
+    """One head of every layer, three ways at each."""
+
+    heads: int  # of a layer
+    clean: Time
+    times: dict[str, list[Time]]
+    scores: dict[str, list[Scored]]
+
+    def over_all(self, way: str) -> Time:
+        """Seconds over all heads of the batch, its clean run included."""
+        return sum(self.times[way], ZERO) * self.heads + self.clean
+
+    def gap(self, way: str) -> float:
+        """Largest difference of a document's loss or KL from interp's."""
+        return max_difference(self.scores["interp"], self.scores[way])
+
+
+def max_difference(some: list[Scored], others: list[Scored]) -> float:
+    """Over layers, documents, loss and KL."""
+    gaps = [
+        np.abs(a - b).max()
+        for one, other in zip(some, others, strict=True)
+        for a, b in zip(one, other, strict=True)
+        if a is not None and b is not None
+    ]
+    return float(np.max(gaps))
+
+
+class Ways:
+    """One batch, and the three ways to remove a head on it."""
 
     def __init__(self, model: Model, text: Text, size: int, kl: bool) -> None:
         self.model, self.text, self.size, self.kl = model, text, size, kl
@@ -122,36 +149,24 @@ class Runs:
         self.clean = splice.run_clean(model, self.batch, kl=kl)
         self.calls = block_calls(model, self.batch)
         self.predicted = self.batch.predicted.flatten().nonzero()[:, 0]
-        self.times: dict[str, list[Time]] = {"interp": [], "peer": [], "floor": []}
-        self.once: dict[str, Time] = {}
-        self.scores: dict[str, list[Scored]] = {"interp": [], "peer": [], "floor": []}
 
-    def measure(self) -> None:
+    def repetition(self) -> Repetition:
         device = self.model.device
-        _, self.once["interp"] = timed(
-            lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device
-        )
-        self.once["peer"] = self.once["floor"] = self.once["interp"]
+        _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
         ways = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
+        out = Repetition(self.model.cfg.n_heads, clean, {n: [] for n in ways}, {n: [] for n in ways})
         for layer in range(self.model.cfg.n_layers):
             for name, way in ways.items():
                 scored, time = timed(lambda way=way, layer=layer: way(layer), device)
-                self.times[name].append(time)
-                self.scores[name].append(scored)
+                out.times[name].append(time)
+                out.scores[name].append(scored)
+        return out
 
-    def over_all(self, way: str) -> Time:
-        """Seconds over all heads of the batch, its clean run included."""
-        return sum(self.times[way], ZERO) * self.model.cfg.n_heads + self.once[way]
-
-    def gap(self, way: str) -> float:
-        """Largest difference of a document's loss or KL from interp's."""
-        gaps = [
-            np.abs(a - b).max()
-            for mine, other in zip(self.scores["interp"], self.scores[way], strict=True)
-            for a, b in zip(mine, other, strict=True)
-            if a is not None and b is not None
-        ]
-        return float(np.max(gaps))
+    def effect(self, run: Repetition) -> float:
+        """Smallest loss change of a removal (the mean of its absolute value over documents)."""
+        counts = self.batch.predicted.sum(1).cpu().numpy()
+        clean = self.clean.scores.loss.cpu().numpy() / counts
+        return min(float(np.abs(loss - clean).mean()) for loss, _ in run.scores["interp"])
 
     def head(self, layer: int) -> int:
         """The head that stands for its layer."""

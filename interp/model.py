@@ -2,52 +2,41 @@
 
 The only module that imports transformer_lens. Weights are never folded or centred. A model is
 loaded by plain transformers from a local folder (a hub model is first brought into the hub's
-cache, a GGUF file dequantised into interp's cache), wrapped by the bridge, and then believed only
-after the bridge has given the same logits as plain transformers on a probe.
+cache, a GGUF file dequantised into interp's cache; see `checkpoint`), wrapped by the bridge, and
+then believed only after the bridge has given the same logits as plain transformers (see `probe`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import io
-import logging
 import os
-import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from interp import assets, hub, names
+from interp import checkpoint, names, probe
 from interp.errors import InterpError
 
-log = logging.getLogger("interp")
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROBE_TOKENS = 8
-# Buffers that old checkpoints carry beside their weights and that no current model reads.
-HARMLESS_KEYS = ("attn.bias", "masked_bias", "attention.bias", "inv_freq", "position_ids")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model is, as numbers. Read from the checkpoint's config and the loaded modules."""
+    """What a model is, as numbers: measured on the loaded modules wherever they can tell."""
 
     family: str  # the checkpoint's model_type: gpt2, gpt_neox, llama, ...
     n_layers: int
-    n_heads: int  # query heads per layer
+    n_heads: int  # query heads per layer; 0 in a model without attention
     n_kv_heads: int  # key/value heads per layer; query head h reads h // (n_heads // n_kv_heads)
     d_model: int
     d_head: int
-    d_mlp: int
+    d_mlp: int  # coefficients of one MLP; 0 where it is not one number (experts, no MLP)
     gated: bool  # act(gate) * up, as in SwiGLU
     parallel: bool  # attention and MLP read the same residual; there is no resid_mid
-    rotary_fraction: float  # share of d_head that is rotated; 0 without rotary embedding
+    rotary_fraction: float  # share of d_head that is rotated, by the config; 0 without rotation
     norm: str  # LN or RMS
     tied: bool  # unembedding shares the embedding's weights
     vocab_size: int  # ids that the tokenizer can produce; padded rows are not counted
@@ -179,33 +168,39 @@ def load_model(
         raise InterpError(f"Unknown dtype {dtype!r}. Give one of {', '.join(DTYPES)}.")
     chosen = pick_device(device)
     found = names.resolve(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
-    folder = _dequantised(found.path) if found.path.suffix == ".gguf" else found.path
-    config = _decoder_config(folder, found.name)
-    _check_weights(folder, found.name, allow_pickle)
-    hf_model, notices = _from_pretrained(folder, found.name, config, DTYPES[dtype], allow_pickle)
-    hf_model = hf_model.to(chosen)
-    tokenizer, more = _tokenizer(folder)
-    model = _bridge(hf_model, tokenizer, chosen, found)
-    model.notices = [*found.notices, *notices, *more]
+    # Weights that are made within torch.inference_mode() could never be measured outside of it.
+    with torch.inference_mode(False):
+        hf_model, tokenizer, notices = checkpoint.load(
+            found.path, found.name, DTYPES[dtype], allow_pickle
+        )
+        try:
+            hf_model = hf_model.to(chosen)
+        except RuntimeError as error:  # out of memory, above all
+            raise InterpError(
+                f"{found.name!r} does not fit on {chosen}: {checkpoint.first_line(error)}"
+            ) from error
+        model = _bridge(hf_model, tokenizer, chosen, found)
+    model.notices = [*found.notices, *notices]
     return model
 
 
 def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Found) -> Model:
-    """Wrap, state the facts, and compare with plain transformers on a probe."""
+    """Wrap, compare with plain transformers on a probe, and state the facts."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    config = hf_model.config
-    rows = hf_model.get_input_embeddings().weight.shape[0]
-    tied = hf_model.get_output_embeddings().weight is hf_model.get_input_embeddings().weight
-    probe = torch.arange(PROBE_TOKENS, device=device)[None] * 7919 % min(rows, 10_007)
-    mask = torch.ones_like(probe)
-    with torch.no_grad():
-        plain = hf_model(probe, attention_mask=mask, use_cache=False).logits.float()
+    config, kind = hf_model.config, type(hf_model).__name__
+    embedding, unembedding = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
+    if embedding is None or unembedding is None:
+        raise InterpError(f"{found.name!r} ({kind}) has no token embedding or no unembedding.")
+    rows = embedding.weight.shape[0]
+    tied = unembedding.weight is embedding.weight
+    ids, mask = probe.tokens(rows, getattr(config, "max_position_embeddings", None), device)
+    plain = probe.plain_logits(hf_model, ids, mask, found.name)
     try:
-        with _quiet():
+        with checkpoint.quiet():
             bridge = build_bridge_from_module(
                 hf_model,
-                type(hf_model).__name__,
+                kind,
                 hf_config=copy.deepcopy(config),
                 tokenizer=copy.deepcopy(tokenizer),
                 device=device,
@@ -213,13 +208,13 @@ def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Fo
             )
     except Exception as error:
         raise InterpError(
-            f"TransformerBridge does not support {type(hf_model).__name__} ({found.name!r}): "
-            f"{_first_line(error)}"
+            f"TransformerBridge does not support {kind} ({found.name!r}): "
+            f"{checkpoint.first_line(error)}"
         ) from error
-    facts = _facts(bridge, config, tokenizer, rows, tied)
-    model = Model(
-        cfg=facts,
-        bridge=bridge,
+    measured = probe.measure(bridge, plain, ids, mask, found.name)
+    return Model(
+        cfg=_facts(bridge.cfg, config, tokenizer, measured, rows, tied),
+        bridge=bridge.eval(),
         tokenizer=tokenizer,
         name=found.name,
         source=found.source,
@@ -228,48 +223,40 @@ def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Fo
         dtype=next(hf_model.parameters()).dtype,
         bos_token_id=found.bos_token_id,
         bos_default=found.bos_default,
+        logits_are_unembedded=measured.logits_are_unembedded,
     )
-    unembedded: list[torch.Tensor] = []
-    handle = bridge.unembed.register_forward_hook(lambda _m, _i, out: unembedded.append(out))
-    try:
-        with torch.no_grad():
-            bridged = bridge(probe, attention_mask=mask, use_cache=False).float()
-    finally:
-        handle.remove()
-    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
-    scale = plain.abs().max().clamp(min=1)
-    gap = float((bridged - plain).abs().max() / scale)
-    if not gap <= tolerance:
-        raise InterpError(
-            f"The bridge's logits for {found.name!r} differ from plain transformers' by {gap:.1e} "
-            f"(relative; allowed {tolerance:g}): its numbers could not be trusted."
-        )
-    last = unembedded[-1].float() if unembedded else None
-    model.logits_are_unembedded = last is not None and torch.equal(last, bridged)
-    return model
 
 
-def _facts(bridge: Any, config: Any, tokenizer: Any, rows: int, tied: bool) -> Facts:
-    from transformer_lens.utilities.hf_utils import get_rotary_pct_from_config
-
-    cfg = bridge.cfg
-    rotary = getattr(cfg, "positional_embedding_type", None) == "rotary"
+def _facts(
+    cfg: Any, config: Any, tokenizer: Any, measured: probe.Measured, rows: int, tied: bool
+) -> Facts:
+    heads, d_head = measured.n_heads or 0, measured.d_head or 0
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     real = min(max(vocabulary.values()) + 1, rows) if vocabulary else rows
+    parallel, gated = measured.parallel, measured.gated
     return Facts(
         family=config.model_type,
         n_layers=int(cfg.n_layers),
-        n_heads=int(cfg.n_heads),
-        n_kv_heads=int(getattr(cfg, "n_key_value_heads", None) or cfg.n_heads),
+        n_heads=heads,
+        n_kv_heads=measured.n_kv_heads or heads,
         d_model=int(cfg.d_model),
-        d_head=int(cfg.d_head),
-        d_mlp=int(cfg.d_mlp or 0),
-        gated=bool(getattr(cfg, "gated_mlp", False)),
-        parallel=bool(getattr(cfg, "parallel_attn_mlp", False)),
-        rotary_fraction=float(get_rotary_pct_from_config(config)) if rotary else 0.0,
+        d_head=d_head,
+        d_mlp=measured.d_mlp or 0,
+        gated=bool(cfg.gated_mlp) if gated is None else gated,
+        parallel=bool(getattr(cfg, "parallel_attn_mlp", False)) if parallel is None else parallel,
+        rotary_fraction=_rotary_fraction(cfg, config, d_head),
         norm=str(cfg.normalization_type),
         tied=tied,
         vocab_size=real,
         vocab_rows=rows,
         n_ctx=int(cfg.n_ctx),
     )
+
+
+def _rotary_fraction(cfg: Any, config: Any, d_head: int) -> float:
+    from transformer_lens.utilities.hf_utils import get_rotary_pct_from_config
+
+    if getattr(cfg, "positional_embedding_type", None) != "rotary" or not d_head:
+        return 0.0
+    width = getattr(config, "rotary_dim", None)  # GPT-J states the width, not the share
+    return float(width / d_head if width else get_rotary_pct_from_config(config))

@@ -1,18 +1,22 @@
-"""Progress bars on stderr, and the size of a batch."""
+"""Progress bars on stderr, and how many rows go through the model at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 if TYPE_CHECKING:
     from interp.model import Model
-    from interp.text import Text
+    from interp.text import Text, TokenBatch
 
 # Tokens of a batch: enough to keep the device busy, little enough to stay out of its way.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768, "mps": 8192}
-# Memory that a batch's caches may take: the clean distributions above all.
-BATCH_BYTES = {"cpu": 2**30, "cuda": 2**33, "mps": 2**31}
+# Bytes that what a batch keeps may take: caches and clean distributions, or a whole backward graph.
+KEPT_BYTES = 2**30
+GRAPH_BYTES = 2**32
+CUDA_SHARE = {False: 0.3, True: 0.6}  # of the memory that is free, without and with a graph
 
 
 def track(total: int | None, what: str, shown: bool) -> Any:
@@ -24,17 +28,35 @@ def track(total: int | None, what: str, shown: bool) -> Any:
     )
 
 
-def batch_rows(model: Model, text: Text, batch_size: int | Literal["auto"]) -> int:
-    """Rows per forward pass: as asked, or what fits the device's budget."""
+def batch_rows(
+    model: Model, text: Text, batch_size: int | Literal["auto"], *, graph: bool = False
+) -> int:
+    """Rows per forward pass: as asked, or what fits the device's budget.
+
+    Args:
+        model: what runs.
+        text: whose longest row counts.
+        batch_size: rows, or auto.
+        graph: a backward pass follows, so that every layer's activations stay.
+    """
     if batch_size != "auto":
         return batch_size
     cfg, kind = model.cfg, model.device.type
     longest = max(len(w) for d in text.documents for w in d.windows)
+    # Floats per token: the vocabulary's distribution, and what each layer leaves behind.
     kept = cfg.vocab_rows + cfg.n_layers * (2 * cfg.d_model + cfg.n_heads * cfg.d_head)
-    tokens = min(BATCH_TOKENS.get(kind, 2048), BATCH_BYTES.get(kind, 2**30) // (4 * kept))
+    if graph:
+        per_layer = 10 * cfg.d_model + 4 * cfg.d_mlp + 3 * cfg.n_heads * longest
+        kept = 2 * cfg.vocab_rows + cfg.n_layers * per_layer
+    budget = GRAPH_BYTES if graph else KEPT_BYTES
+    if kind == "cuda":
+        budget = int(torch.cuda.mem_get_info(model.device)[0] * CUDA_SHARE[graph])
+    tokens = min(BATCH_TOKENS.get(kind, 2048), budget // (4 * kept))
     return max(1, tokens // longest)
 
 
-def batches(model: Model, text: Text, batch_size: int | Literal["auto"]) -> Iterator[Any]:
+def batches(
+    model: Model, text: Text, batch_size: int | Literal["auto"], *, graph: bool = False
+) -> Iterator[TokenBatch]:
     """The text's batches on the model's device."""
-    return text.batches(batch_rows(model, text, batch_size), model.device)
+    return text.batches(batch_rows(model, text, batch_size, graph=graph), model.device)

@@ -89,7 +89,7 @@ def gradients(
     z_own = {i: torch.zeros_like(z_sum) for i in several}
     edits = interventions.removals(removed)
     bar = track(n_docs, what, progress)
-    for batch in batches(model, text, batch_size):
+    for batch in batches(model, text, batch_size, graph=True):
         rows = batch.rows.cpu().numpy()
         z, g = _backward(model, batch, edits, counts[rows])
         np.add.at(loss, rows, z.loss / counts[rows])
