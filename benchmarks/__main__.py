@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--reps", type=int, help="repetitions; default: each benchmark's own")
-    parser.add_argument("--case", action="append", default=[], help="only cases with this in their name")
+    parser.add_argument("--case", action="append", default=[], help="only cases named so")
     parser.add_argument("--batch-tokens", type=int, default=512, help="tokens of a batch")
     parser.add_argument("--no-write", action="store_true", help="leave results.md as it is")
     given = parser.parse_args()
@@ -74,7 +74,7 @@ def write(name: str, section: str) -> None:
     sections[name] = section
     head = (
         "# Benchmarks\n\nWritten by `python -m benchmarks`. Every figure is a ratio of things that "
-        "ran alternately\nin one process; the median of n repetitions, with the smallest and largest."
+        "ran alternately\nin one process: the median of n repetitions, the smallest and the largest."
     )
     ordered = [sections[n] for n in BENCHMARKS if n in sections]
     RESULTS.write_text("\n\n".join([head, *ordered]) + "\n", encoding="utf-8")

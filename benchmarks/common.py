@@ -52,11 +52,13 @@ class Row:
     gap: float | None = None
     """Largest difference of the two ways' results; None where there is nothing to compare."""
     notes: list[str] = field(default_factory=list)
+    best: bool = False
+    """Take the smallest value instead of the median."""
 
     @property
     def value(self) -> float:
-        """The median over repetitions."""
-        return statistics.median(self.values)
+        """The median over repetitions, or the best."""
+        return min(self.values) if self.best else statistics.median(self.values)
 
     @property
     def counts(self) -> bool:
@@ -91,7 +93,7 @@ class Row:
         return [self.case, self.what, value, spread, n, self.target, self.verdict, gap]
 
 
-HEADER = ["case", "ratio", "median", "min to max", "n", "target", "", "largest difference"]
+HEADER = ["case", "ratio", "value", "min to max", "n", "target", "", "largest difference"]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -100,8 +102,8 @@ def table(rows: Sequence[Row]) -> str:
     width = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
     lines = [" | ".join(c.ljust(w) for c, w in zip(row, width, strict=True)) for row in cells]
     lines.insert(1, " | ".join("-" * w for w in width))
-    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
-    return "\n".join([f"| {line} |" for line in lines] + [""] * bool(notes) + [f"* {n}" for n in notes])
+    notes = list(dict.fromkeys(f"* {note}" for row in rows for note in row.notes))
+    return "\n".join([*(f"| {line} |" for line in lines), *([""] if notes else []), *notes])
 
 
 @dataclass
@@ -171,9 +173,8 @@ def save_gpt2(folder: Path, **overrides: Any) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         GPT2LMHeadModel(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, unk_token=end).save_pretrained(
-        folder
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, unk_token=end)
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -198,6 +199,7 @@ def full_text(model: Model, documents: int, context: int) -> Text:
         news = interp.load_text("news", model, documents=40 * documents, context=context)
         words = " ".join(d.text for d in news.documents).split()
         made = [" ".join(words[i * context : (i + 1) * context]) for i in range(documents)]
-    text = interp.load_text(made, model, documents=documents, context=context, min_tokens=context - 1)
+    options = {"documents": documents, "context": context, "min_tokens": context - 1}
+    text = interp.load_text(made, model, **options)
     assert text.tokens == documents * context, "a document is shorter than the context"
     return text

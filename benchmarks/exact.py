@@ -1,4 +1,4 @@
-"""Removing every head one at a time: interp, the loop that a TransformerLens user writes, the floor.
+"""Removing every head one at a time: interp, the loop of a TransformerLens user, and the floor.
 
 * peer: `run_with_hooks` with one hook per head, on the same batches with the same mask, then the
   fast cross-entropy on flattened logits (and KL from the same log-probabilities).
@@ -7,9 +7,9 @@
   positions by F.linear in cache-sized chunks, cross-entropy.
 
 One head per layer is timed, since all heads of a layer cost the same: the sum over layers times the
-heads of a layer, plus one clean run per batch, is the time over all heads. At every layer the three
-run one after another. interp is its public sweep; only its clean run is handed to it ready made, and
-timed on its own.
+heads of a layer, plus one clean run per batch, is the time over all heads. At every layer the
+three run one after another. interp is its own sweep; only its clean run is handed to it ready made,
+and timed by itself.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ def compare(model: Model, case: Case, options: Options) -> list[Row]:
     mine = [r.over_all("interp") for r in runs]
     floor = [r.over_all("floor") for r in runs]
     heads = model.cfg.n_layers * model.cfg.n_heads
+    over_peer = [p.cpu / m.cpu for p, m in zip(peer, mine, strict=True)]
+    over_floor = [m.cpu / f.cpu for m, f in zip(mine, floor, strict=True)]
     note = (
-        f"{case.name}: batches of {size}; extrapolated to all {heads} heads of one batch interp "
-        f"takes {min(t.wall for t in mine):.0f} s. On CPU seconds "
-        f"peer / interp is {_median([p.cpu / m.cpu for p, m in zip(peer, mine, strict=True)]):.2f} "
-        f"and interp / floor {_median([m.cpu / f.cpu for m, f in zip(mine, floor, strict=True)]):.3f}. "
+        f"{case.name}: batches of {size}; over all {heads} heads of one batch interp takes "
+        f"{min(t.wall for t in mine):.0f} s. On CPU seconds peer / interp is "
+        f"{np.median(over_peer):.2f} and interp / floor {np.median(over_floor):.3f}. "
         f"Removing these heads changes the loss by at least {ways.effect(runs[0]):.0e} nats."
     )
     gaps = {way: max(r.gap(way) for r in runs) for way in ("peer", "floor")}
@@ -154,13 +155,14 @@ class Ways:
         device = self.model.device
         _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
         ways = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
-        out = Repetition(self.model.cfg.n_heads, clean, {n: [] for n in ways}, {n: [] for n in ways})
+        times: dict[str, list[Time]] = {name: [] for name in ways}
+        scores: dict[str, list[Scored]] = {name: [] for name in ways}
         for layer in range(self.model.cfg.n_layers):
             for name, way in ways.items():
                 scored, time = timed(lambda way=way, layer=layer: way(layer), device)
-                out.times[name].append(time)
-                out.scores[name].append(scored)
-        return out
+                times[name].append(time)
+                scores[name].append(scored)
+        return Repetition(self.model.cfg.n_heads, clean, times, scores)
 
     def effect(self, run: Repetition) -> float:
         """Smallest loss change of a removal (the mean of its absolute value over documents)."""
@@ -174,7 +176,7 @@ class Ways:
 
     def interp(self, layer: int) -> Scored:
         removal = measure.Removal(((layer, self.head(layer)),), "zero")
-        with mock.patch.object(splice, "run_clean", lambda *_args, **_kwargs: self.clean):
+        with mock.patch.object(splice, "run_clean", return_value=self.clean):
             found = measure.sweep(self.model, self.text, [removal], self.size, kl=self.kl)
         return found.loss[:, 0], None if found.kl is None else found.kl[:, 0]
 
@@ -264,9 +266,3 @@ def _watched(block: torch.nn.Module, calls: list[Any], i: int) -> Iterator[None]
         yield
     finally:
         handle.remove()
-
-
-def _median(values: list[float]) -> float:
-    return float(np.median(values))
-
-

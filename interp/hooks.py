@@ -24,6 +24,7 @@ SITES = {
     "q": ("attn.hook_q", "[batch, pos, head, d_head]"),
     "k": ("attn.hook_k", "[batch, pos, kv_head, d_head]"),
     "v": ("attn.hook_v", "[batch, pos, kv_head, d_head]"),
+    "scores": ("attn.hook_attn_scores", "[batch, head, pos, pos]"),  # the mask added: see scores.py
     "pattern": ("attn.hook_pattern", "[batch, head, pos, pos]"),
     "z": ("attn.hook_z", "[batch, pos, head, d_head]"),
     "attn_out": ("attn.hook_out", "[batch, pos, d_model]"),

@@ -157,8 +157,8 @@ def _is_parallel(
     scale = torch.maximum(expected.abs().max(), moved.abs().max())
     if not float((moved - expected).abs().max()) <= 5e-2 * float(scale):
         raise InterpError(
-            f"In {name!r} a change of a head's output does not reach the attention's output through "
-            "the bridge: removing heads would not be measured."
+            f"In {name!r} a change of a head's output z does not change the attention's output by W_O "
+            "times the change: something else acts on it inside, and removing heads is not defined."
         )
     if not bool(scale > 0) or layer not in seen.mlp_in:
         return None
@@ -193,6 +193,13 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
                 handle = module.register_forward_hook(lambda _m, _i, output: hook(output))
                 stack.callback(handle.remove)
 
+        def at_point(i: int, name: str, hook: Callable[[Any], Any]) -> None:
+            # Only hooks attached in TransformerLens' own way see heads as an axis of their own.
+            point = bridge.get_hook_point(f"blocks.{i}.attn.{name}")
+            if point is not None:
+                point.add_hook(lambda tensor, hook, function=hook: function(tensor))
+                stack.callback(_remove, point, point.fwd_hooks[-1])
+
         def on_input(module: Any, hook: Callable[[Any], None]) -> None:
             if module is not None:
                 handle = module.register_forward_pre_hook(
@@ -211,8 +218,8 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
         for i, block in enumerate(bridge.blocks):
             attn, mlp = _child(block, "attn"), _child(block, "mlp")
             if attn is not None:
-                on_output(_point(bridge, i, "hook_z"), keep_z(i))
-                on_output(_point(bridge, i, "hook_k"), _into(seen.k, i))
+                at_point(i, "hook_z", keep_z(i))
+                at_point(i, "hook_k", _into(seen.k, i))
                 on_output(attn, _into(seen.attn_out, i))
             # Some families' MLP is no module of its own: the first and last projection are.
             on_input(_child(mlp, "in") or mlp, _into(seen.mlp_in, i))
@@ -239,8 +246,9 @@ def _width_into(store: dict[int, int], layer: int) -> Callable[[Any], None]:
     return hook
 
 
-def _point(bridge: Any, layer: int, name: str) -> Any:
-    return bridge.get_hook_point(f"blocks.{layer}.attn.{name}")
+def _remove(point: Any, handle: Any) -> None:
+    handle.hook.remove()
+    point.fwd_hooks = [h for h in point.fwd_hooks if h is not handle]
 
 
 def _child(module: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ soft-capped scores).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ class Attention:
         head's own KV head.
     rotary: the model's (cos, sin), each [batch or 1, pos, rotated], or None.
     x: [batch, pos, d_model], the attention's input.
+    k_heads: KV heads, of which each serves n_heads / k_heads query heads in a row.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class Attention:
     v: Tensor
     rotary: tuple[Tensor, Tensor] | None
     x: Tensor
+    k_heads: int
 
 
 Use = Callable[[Attention], Tensor | None]
@@ -81,6 +83,7 @@ class _Watch:
 
     def __init__(self, model: Model, layer: int, function: Use) -> None:
         self.layer, self.function = layer, function
+        self.k_heads = model.cfg.n_kv_heads
         self.group = model.cfg.n_heads // model.cfg.n_kv_heads
         self.seen: dict[str, Any] = {}
 
@@ -101,7 +104,7 @@ class _Watch:
 
     def scores(self, scores: Tensor) -> Tensor:
         seen, self.seen = self.seen, {}
-        new = self.function(Attention(layer=self.layer, scores=scores, **seen))
+        new = self.function(Attention(self.layer, scores, k_heads=self.k_heads, **seen))
         return (scores if new is None else new) + seen["mask"]
 
 
@@ -157,6 +160,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tens
 class Form:
     """How one layer's scores come about.
 
+    bilinear: whether they are scale * (q R) . (k R) at all. Where not (normalised queries, soft-
+        capped scores), the weights alone do not say what the scores are.
+    prenorm: whether the attention's input is what the block's first norm gives.
     scale: what q . k is multiplied by.
     rotary: whether there is a rotation; adjacent: of which planes (see `rotated`).
     angles: [rotated / 2] radians per position and plane, float64; None where the rotation is not
@@ -164,7 +170,9 @@ class Form:
     strength: factor on rotated dimensions of q and of k (1, but for some long-context models).
     """
 
-    scale: float
+    bilinear: bool
+    prenorm: bool
+    scale: float = 1.0
     rotary: bool = False
     adjacent: bool = False
     angles: Tensor | None = None
@@ -172,10 +180,7 @@ class Form:
 
     def content(self, a: Attention) -> Tensor:
         """[batch, head, pos, pos] scores with query and key both at offset 0."""
-        return (a.q @ a.k.transpose(-1, -2)) * self._content_scale(a)
-
-    def _content_scale(self, a: Attention) -> float:
-        return self.scale
+        return (a.q @ a.k.transpose(-1, -2)) * self.scale
 
     def swapped(self, a: Attention, source: Tensor | None = None) -> Tensor:
         """[batch, head, pos, pos] the scores with the two tokens' contents exchanged.
@@ -214,25 +219,36 @@ def _taken(x: Tensor, source: Tensor | None) -> Tensor:
     return x.gather(2, source[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def form(model: Model) -> list[Form | None]:
+def form(model: Model) -> list[Form]:
     """Each layer's form, found on a probe and checked against the model's own scores there.
-
-    Returns:
-        None for a layer whose scores are not scale * (q R) . (k R): its weights alone do not say
-        what its scores are.
 
     Raises:
         InterpError: queries or keys that are not x W + b with the weights that `weights` reads.
     """
     n, found = model.cfg.n_layers, {}
+    normed: dict[int, Tensor] = {}
 
     def look(a: Attention) -> None:
         _check_weights(model, a)
-        found[a.layer] = _form_of(model, a)
+        before = normed.get(a.layer)
+        found[a.layer] = _form_of(model, a, before is not None and torch.equal(before, a.x))
+
+    def keep(layer: int) -> hooks.Hook:
+        def hook(tensor: Tensor) -> None:
+            normed[layer] = tensor
+
+        return hook
+
+    try:
+        hooks.require(model, "attn_in")
+        norms = [("attn_in", layer, keep(layer)) for layer in range(n)]
+    except InterpError:
+        norms = []
 
     rows = min(model.cfg.vocab_rows, 10_007)
     tokens = (torch.arange(PROBE_TOKENS, device=model.device)[None] * 7919 + 11) % rows
-    with model.measuring(), attending(model, dict.fromkeys(range(n), look)):
+    use = dict.fromkeys(range(n), look)
+    with model.measuring(), hooks.attached(model, norms), attending(model, use):
         run(model, SimpleNamespace(tokens=tokens, attention_mask=torch.ones_like(tokens)))
     return [found[layer] for layer in range(n)]
 
@@ -241,7 +257,7 @@ def _tolerance(model: Model) -> float:
     return TOLERANCE.get(model.dtype, TOLERANCE_HALF)
 
 
-def _form_of(model: Model, a: Attention) -> Form | None:
+def _form_of(model: Model, a: Attention, prenorm: bool) -> Form:
     candidates: list[tuple[bool, bool]] = [(False, False)]
     if a.rotary is not None:
         candidates = [(True, False), (True, True)]
@@ -257,8 +273,8 @@ def _form_of(model: Model, a: Attention) -> Form | None:
         scale = float((scores * raw).sum() / raw.square().sum())
         if float((scores - scale * raw).abs().max() / scores.abs().max()) <= _tolerance(model):
             angles, strength = _angles(a.rotary, adjacent) if rotary else (None, 1.0)
-            return Form(scale, rotary, adjacent, angles, strength)
-    return None
+            return Form(True, prenorm, scale, rotary, adjacent, angles, strength)
+    return Form(False, prenorm, rotary=a.rotary is not None)
 
 
 def _angles(rotary: tuple[Tensor, Tensor] | None, adjacent: bool) -> tuple[Tensor | None, float]:
@@ -372,13 +388,3 @@ def effective(matrix: Tensor, fold: tuple[Tensor, bool] | None) -> Tensor:
     gain, centres = fold
     wide = wide * gain.to(wide.device)[:, None]
     return wide - wide.mean(-2, keepdim=True) if centres else wide
-
-
-def included_pairs(included: Tensor) -> Tensor:
-    """[batch, 1, pos, pos] both positions included."""
-    return (included[:, :, None] & included[:, None, :])[:, None]
-
-
-def layers_without(forms: Sequence[Form | None]) -> list[int]:
-    """Layers whose scores do not have the form."""
-    return [layer for layer, found in enumerate(forms) if found is None]

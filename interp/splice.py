@@ -71,12 +71,13 @@ class Reader:
         self.targets = batch.targets.flatten()[self.index]
         width = model.cfg.vocab_rows * 4
         self.chunk = max(16, CHUNK_BYTES.get(model.device.type, 2**26) // width)
+        self.unembed = _unembed(model)
         self.nll: torch.Tensor | None = None
         self.kl: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
         """[batch, pos, d_model] final normed hidden states; returns a stand-in for the logits."""
-        self._score(hidden, _unembed(self.model))
+        self._score(hidden, self.unembed)
         return hidden[..., :1]
 
     def from_logits(self, logits: torch.Tensor) -> None:

@@ -19,6 +19,9 @@ from interp.model import Model
 from interp.progress import batch_rows, batches, track
 from interp.text import Text, TokenBatch
 
+# Removals whose sums stay on the device before they are read: reading one waits for the device.
+FLUSH = {"cuda": 64}
+
 Mode = Literal["zero", "bias", "mean", "resample"]
 BatchSize = int | Literal["auto"]
 
@@ -220,15 +223,29 @@ def sweep(
         splice.check_finite(clean.scores.loss, "loss")
         base.add(0, rows, clean.scores.loss)
         source = _Source(model, text, clean, means, donors)
-        for i, removal in enumerate(removals):
-            edits = source.edits(removal)
-            scores = splice.run_edited(model, clean, edits, from_start=from_start)
-            splice.check_finite(scores.loss, f"loss without {_named(removal)}")
-            finished = loss.add(i, rows, scores.loss)
-            if diverged is not None:
-                kl_sums = torch.zeros_like(scores.loss) if scores.kl is None else scores.kl
-                diverged.add(i, rows, kl_sums)
-            bar.update(finished)
+        waiting: list[splice.Scores] = []
+        first = 0
+
+        def flush() -> None:
+            nonlocal first
+            for i, scores in enumerate(waiting, first):
+                splice.check_finite(scores.loss, f"loss without {_named(removals[i])}")
+                finished = loss.add(i, rows, scores.loss)
+                if diverged is not None:
+                    kl_sums = torch.zeros_like(scores.loss) if scores.kl is None else scores.kl
+                    diverged.add(i, rows, kl_sums)
+                bar.update(finished)
+            first += len(waiting)
+            waiting.clear()
+
+        try:
+            for removal in removals:
+                edits = source.edits(removal)
+                waiting.append(splice.run_edited(model, clean, edits, from_start=from_start))
+                if len(waiting) >= FLUSH.get(model.device.type, 1):
+                    flush()
+        finally:  # an interruption keeps what is measured
+            flush()
     bar.close()
     return out
 

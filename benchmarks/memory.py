@@ -1,0 +1,80 @@
+"""Peak memory against the number of documents, each run in a process of its own.
+
+Peak resident memory of `interp.heads` on a small random model, with 10, 100 and 1,000 documents.
+Python with torch weighs several hundred MB before anything is measured, which would hide growth:
+so the increments over the run with 10 documents are given as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.common import Options, Row, random_documents, save_gpt2
+
+AT_MOST = 1.05
+REPS = 3
+WORDS = 64
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 4096, "n_positions": 64}
+CASES = {
+    "heads --prune": {"prune": True, "step": 0.5},
+    "heads --exact": {"exact": True},
+}
+COUNTS = (10, 100, 1000)
+
+
+def run(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    wanted = [name for name in CASES if options.wants(name)]
+    if not wanted:
+        return rows
+    with TemporaryDirectory() as temporary:
+        folder = save_gpt2(Path(temporary) / "small", **SHAPE)
+        for case in wanted:
+            rows.append(compare(case, folder, options.reps or REPS))
+    return rows
+
+
+def compare(case: str, folder: Path, reps: int) -> Row:
+    """1,000 documents over 100."""
+    few, some, many = ([] for _ in COUNTS)
+    for _ in range(reps):
+        for count, peaks in zip(COUNTS, (few, some, many), strict=True):
+            peaks.append(peak(case, folder, count))
+    base, middle, top = (statistics.median(peaks) for peaks in (few, some, many))
+    note = (
+        f"{case}: {base:.0f} MB with {COUNTS[0]} documents; {middle - base:+.0f} MB with {COUNTS[1]}, "
+        f"{top - base:+.0f} MB with {COUNTS[2]} (a batch is up to 32 documents of 64 tokens)."
+    )
+    ratios = [b / a for a, b in zip(some, many, strict=True)]
+    return Row(case, f"{COUNTS[2]} / {COUNTS[1]} documents", ratios, at_most=AT_MOST, notes=[note])
+
+
+def peak(case: str, folder: Path, documents: int) -> float:
+    """Peak resident MB of a fresh process that makes this run."""
+    command = [sys.executable, "-m", "benchmarks.memory", case, str(folder), str(documents)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
+
+
+def child(case: str, folder: str, documents: int) -> int:
+    """The run itself; returns this process's peak in bytes."""
+    import resource
+
+    import interp
+
+    # As many again: what --exact holds out must not be fewer than what it measures.
+    made = random_documents(2 * documents, WORDS, SHAPE["vocab_size"])
+    model = interp.load_model(folder, device="cpu")
+    text = interp.load_text(made, model, documents=documents, context=WORDS)
+    interp.heads(model, text, progress=False, **CASES[case])
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak": child(sys.argv[1], sys.argv[2], int(sys.argv[3]))}))
