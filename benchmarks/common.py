@@ -199,7 +199,7 @@ def full_text(model: Model, documents: int, context: int) -> Text:
         news = interp.load_text("news", model, documents=40 * documents, context=context)
         words = " ".join(d.text for d in news.documents).split()
         made = [" ".join(words[i * context : (i + 1) * context]) for i in range(documents)]
-    options = {"documents": documents, "context": context, "min_tokens": context - 1}
-    text = interp.load_text(made, model, **options)
+    least = context - 1  # BOS is not counted
+    text = interp.load_text(made, model, documents=documents, context=context, min_tokens=least)
     assert text.tokens == documents * context, "a document is shorter than the context"
     return text

@@ -42,7 +42,7 @@ def compare(model: Model, name: str, options: Options) -> Row:
     text = full_text(model, 2 * size, CONTEXT)
     ratios, cpu, gap = [], [], 0.0
     with model.measuring():
-        attribution(model, text, size)
+        theirs = attribution(model, text, size)
         measure.gradients(model, text, size)
         for _ in range(options.reps or REPS):
             theirs, two_passes = timed(lambda: attribution(model, text, size), model.device)
@@ -51,8 +51,8 @@ def compare(model: Model, name: str, options: Options) -> Row:
             cpu.append(time.cpu / two_passes.cpu)
             gap = max(gap, float(np.abs(mine.xi - theirs).max()))
     note = (
-        f"{name}: 2 batches of {size}; on CPU seconds {np.median(cpu):.3f}. The largest |dL/dxi| is "
-        f"{np.abs(theirs).max():.0e} nats."
+        f"{name}: 2 batches of {size}; on CPU seconds {np.median(cpu):.3f}. "
+        f"The largest |dL/dxi| is {np.abs(theirs).max():.0e} nats."
     )
     return Row(name, "interp / two passes", ratios, at_most=AT_MOST, gap=gap, notes=[note])
 

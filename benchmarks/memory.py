@@ -19,7 +19,7 @@ from benchmarks.common import Options, Row, random_documents, save_gpt2
 AT_MOST = 1.05
 REPS = 3
 WORDS = 64
-SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 4096, "n_positions": 64}
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 1024, "n_positions": 64}
 CASES = {
     "heads --prune": {"prune": True, "step": 0.5},
     "heads --exact": {"exact": True},
@@ -47,8 +47,9 @@ def compare(case: str, folder: Path, reps: int) -> Row:
             peaks.append(peak(case, folder, count))
     base, middle, top = (statistics.median(peaks) for peaks in (few, some, many))
     note = (
-        f"{case}: {base:.0f} MB with {COUNTS[0]} documents; {middle - base:+.0f} MB with {COUNTS[1]}, "
-        f"{top - base:+.0f} MB with {COUNTS[2]} (a batch is up to 32 documents of 64 tokens)."
+        f"{case}: {base:.0f} MB with {COUNTS[0]} documents; {middle - base:+.0f} MB with "
+        f"{COUNTS[1]}, {top - base:+.0f} MB with {COUNTS[2]} "
+        "(a batch is up to 32 documents of 64 tokens)."
     )
     ratios = [b / a for a, b in zip(some, many, strict=True)]
     return Row(case, f"{COUNTS[2]} / {COUNTS[1]} documents", ratios, at_most=AT_MOST, notes=[note])

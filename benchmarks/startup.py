@@ -1,7 +1,7 @@
 """What a user waits for before anything is measured: help and import, in fresh processes.
 
 Commands alternate. CPU seconds (user and system) are given as a ratio to `python -c pass`, the
-median of ten; the ceiling of 0.3 s is for the best of ten on the wall, which a busy machine can only raise.
+median of ten; the ceiling of 0.3 s is for the best of ten on the wall: a busy machine only adds.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 
 from interp import assets
 from interp.errors import InterpError
-from interp.hub import INDEX, weight_files
+from interp.hub import INDEX, has_tokenizer, weight_files
 
 log = logging.getLogger("interp")
 
@@ -311,6 +311,8 @@ def _listed(names: list[str]) -> str:
 def _tokenizer(folder: Path) -> tuple[Any, list[str]]:
     from transformers import AutoTokenizer
 
+    if not has_tokenizer(folder):
+        return None, [f"There is no tokenizer in {str(folder)!r}."]
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -318,8 +320,8 @@ def _tokenizer(folder: Path) -> tuple[Any, list[str]]:
             )
     except Exception as error:
         return None, [f"No tokenizer could be loaded from {str(folder)!r}: {first_line(error)}"]
-    if not tokenizer.get_vocab():
-        return None, [f"There is no tokenizer in {str(folder)!r}."]
+    if not tokenizer.vocab_size:
+        return None, [f"The tokenizer in {str(folder)!r} has no vocabulary."]
     return tokenizer, []
 
 

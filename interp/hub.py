@@ -22,7 +22,7 @@ WEIGHT_FILES = ["*.safetensors"]
 PICKLE_FILES = ["pytorch_model*.bin"]
 # Other formats of the same weights lie in folders of their own (onnx/, original/, ...).
 IGNORED_FILES = ["*/*"]
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"]
+TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab*", "*.tiktoken"]
 INDEX = "model.safetensors.index.json"
 OFFLINE_VALUES = {"1", "ON", "YES", "TRUE"}
 
@@ -82,6 +82,11 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder holds a vocabulary; without one transformers makes one up."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def cached_snapshot(
     repo: str, revision: str | None = None, *, allow_pickle: bool = False
 ) -> Path | None:
@@ -120,8 +125,7 @@ def snapshot(
     """
     folder = cached_snapshot(repo, revision, allow_pickle=allow_pickle)
     if folder is not None:
-        has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-        if has_tokenizer or offline or not reachable():
+        if has_tokenizer(folder) or offline or not reachable():
             return folder, folder.name
     wanted = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
     if offline or not reachable():

@@ -1,11 +1,8 @@
 """What load_model states, and what it refuses."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 
 import gguf
 import numpy as np
@@ -166,11 +163,9 @@ def test_query_heads_read_their_kv_head(load):
 
 def test_weights_are_raw(load):
     model, plain = load("gpt2")
-    ours = dict(model.bridge.original_model.named_parameters())
-    for name, weight in plain.named_parameters():
-        own = [p for n, p in ours.items() if n.replace("_original_component.", "") == name]
-        assert len(own) == 1
-        assert torch.equal(own[0], weight)
+    ours = list(model.bridge.original_model.parameters())
+    for weight in plain.parameters():
+        assert any(p.shape == weight.shape and torch.equal(p, weight) for p in ours)
 
 
 def test_the_tokenizer_is_the_checkpoints_own(load, checkpoint):
@@ -206,12 +201,13 @@ def test_a_local_model_needs_no_network(checkpoint, no_network):
     load_model(checkpoint("neox"), device="cpu")
 
 
-def test_loading_says_nothing(checkpoint):
+def test_loading_says_nothing(checkpoint, capfd):
     """No progress bar, warning or log line, for a library user who has switched nothing off."""
-    code = f"import interp; interp.load_model({str(checkpoint('llama'))!r}, device='cpu')"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    folder = checkpoint("llama")
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err  # what would be there otherwise
+    load_model(folder, device="cpu")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_progress_bars_and_logs_are_as_before(checkpoint):
@@ -311,7 +307,10 @@ OTHERS = {
 def other(family, folder):
     """A tiny checkpoint of one of OTHERS, with weights that leave no term negligible."""
     fields = {"OPT": SHAPE, "GPTJ": {"vocab_size": 300}, "Bloom": {"vocab_size": 300}}.get(family, SHAPE)
-    config = getattr(transformers, f"{family}Config")(**(dict(fields) | OTHERS[family][0]))
+    fields = dict(fields)
+    if family == "Falcon":
+        del fields["head_dim"]
+    config = getattr(transformers, f"{family}Config")(**(fields | OTHERS[family][0]))
     if family == "Bloom":
         config.hidden_size = 48
     with torch.random.fork_rng(devices=[]):
@@ -396,8 +395,9 @@ def test_a_model_without_attention(tmp_path):
 
 def test_attention_that_the_bridge_does_not_show_per_head(tmp_path):
     """DeepSeek's heads come out of the bridge as twice as many of half the width."""
+    fields = {k: v for k, v in SHAPE.items() if k not in ("head_dim", "num_key_value_heads")}
     config = transformers.DeepseekV3Config(
-        **SHAPE | {"num_key_value_heads": 6, "num_hidden_layers": 1, "first_k_dense_replace": 1},
+        **fields | {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_key_value_heads": 6},
         q_lora_rank=16,
         kv_lora_rank=16,
         qk_rope_head_dim=4,
@@ -409,7 +409,9 @@ def test_attention_that_the_bridge_does_not_show_per_head(tmp_path):
 
 
 def test_layers_with_different_heads(tmp_path):
-    config = transformers.Gemma4TextConfig(**SHAPE, global_head_dim=16)
+    config = transformers.Gemma4TextConfig(
+        **SHAPE, global_head_dim=16, vocab_size_per_layer_input=300, hidden_size_per_layer_input=4
+    )
     transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
     refused("differ in their attention heads", folder=tmp_path)
 
@@ -553,10 +555,13 @@ def test_pickles_are_read_only_when_asked(copy, load):
     assert torch.equal(logits_of(model, [3, 4]), logits_of(load("gpt2")[0], [3, 4]))
 
 
-def test_no_tokenizer(copy):
+@pytest.mark.parametrize("left", ["", "tokenizer_config.json"])
+def test_no_tokenizer(copy, left):
+    """transformers would make one that knows a single token."""
     folder = copy("gpt2")
     for file in folder.glob("token*"):
-        file.unlink()
+        if file.name != left:
+            file.unlink()
     model = load_model(folder, device="cpu")
     assert model.tokenizer is None
     assert len(model.notices) == 1
@@ -675,9 +680,10 @@ def test_gpt2_under_its_owners_name(hub_cache, checkpoint):
 def fresh_hub(monkeypatch):
     """Nothing asked yet, and asking allowed."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    hub.reachable.cache_clear()
+    asked = hub.reachable
+    asked.cache_clear()
     yield
-    hub.reachable.cache_clear()
+    asked.cache_clear()
 
 
 def test_a_silent_network_costs_a_moment_once(fresh_hub, monkeypatch):
@@ -813,11 +819,12 @@ def test_a_named_model_is_never_replaced(hub_cache, embedded):
 
 
 def test_devices(checkpoint):
+    wrong = {"cuda:99": "sees . CUDA", "tpu": "Unknown device", "cpu:x": "Unknown device"}
     if not torch.cuda.is_available():
-        refused("'cuda'", "0 CUDA devices", folder=checkpoint("gpt2"))  # device given below wins
-    for device, words in (("cuda:99", "not here"), ("mps:0", "not here"), ("tpu", "Unknown device")):
-        if device == "mps:0" and torch.backends.mps.is_available():
-            continue
+        wrong["cuda"] = "sees 0 CUDA"
+    if not torch.backends.mps.is_available():
+        wrong["mps"] = "not here"
+    for device, words in wrong.items():
         with pytest.raises(InterpError, match=words):
             load_model(checkpoint("gpt2"), device=device)
 

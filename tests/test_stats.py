@@ -6,6 +6,7 @@ for a wrong formula and not for another seed.
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,18 +32,10 @@ from interp.stats import (
 
 SIZES = [8, 16, 32]
 
-# A stand-in for the loss changes of 80 documents (nats per token) when one head is removed: most
-# are small, a few documents lose much, some gain; skewness 1.3, excess kurtosis 2.6. It is made up:
-# real ones of SmolLM2 belong here.
-DIFFERENCES = np.array(
-    """-.0312 -.0241 -.0203 -.0178 -.0159 -.0144 -.0131 -.0119 -.0109 -.0099 -.0090 -.0082 -.0074
-    -.0066 -.0059 -.0052 -.0045 -.0039 -.0033 -.0026 -.0020 -.0015 -.0009 -.0003 .0003 .0008 .0014
-    .0019 .0024 .0030 .0035 .0040 .0045 .0051 .0056 .0061 .0066 .0072 .0077 .0082 .0087 .0093 .0098
-    .0104 .0109 .0115 .0121 .0126 .0132 .0138 .0145 .0151 .0158 .0164 .0171 .0179 .0186 .0194 .0202
-    .0211 .0220 .0229 .0239 .0250 .0261 .0273 .0286 .0301 .0316 .0334 .0353 .0375 .0400 .0430 .0466
-    .0510 .0570 .0655 .0793 .0990""".split(),
-    dtype=float,
-)
+# Loss changes in nats per token when one head of SmolLM2-135M (the embedded model) is removed,
+# [256 news documents of 64 tokens, 16 heads]: heads 4, 21, 38, ... of 270, zero ablation, seed 0,
+# as `measure.sweep` gave them. Skewness from -1.4 to 2.3, excess kurtosis up to 13.
+DIFFERENCES = np.load(Path(__file__).parent / "data" / "head_differences.npy").astype(float)
 
 
 def coverage(
@@ -394,8 +387,26 @@ def test_one_strong_head_is_found_among_a_thousand_nulls() -> None:
 
 
 @pytest.mark.parametrize("n_documents", SIZES)
-def test_intervals_cover_what_they_say(n_documents: int) -> None:
-    assert 0.93 <= coverage(DIFFERENCES, n_documents) <= 0.97
+def test_intervals_cover_what_they_say_on_real_differences(n_documents: int) -> None:
+    covered = [coverage(head, n_documents, repeats=8000) for head in DIFFERENCES.T]
+    assert 0.93 <= np.mean(covered) <= 0.97
+    skewed = np.abs(scipy_stats.skew(DIFFERENCES)) > 2
+    assert skewed.sum() == 1  # where a few documents carry the effect, the interval is too short
+    assert all(
+        (0.90 if strong else 0.93) <= share <= 0.97
+        for share, strong in zip(covered, skewed, strict=True)
+    )
+
+
+@pytest.mark.parametrize("n_documents", SIZES)
+def test_false_positives_on_real_differences_are_nominal(n_documents: int) -> None:
+    """With their mean taken out, real differences are a null; 5% may be called different."""
+    rng = np.random.default_rng(1)
+    centred = DIFFERENCES - DIFFERENCES.mean(0)
+    drawn = centred[rng.integers(0, len(centred), size=(n_documents, 4000))]
+    rate = (paired_t(drawn).p < 0.05).mean(axis=0)
+    assert 0.04 <= rate.mean() <= 0.065
+    assert (rate < 0.10).all()
 
 
 def test_a_normal_interval_would_be_noticed() -> None:
@@ -403,7 +414,8 @@ def test_a_normal_interval_would_be_noticed() -> None:
         mean, half = x.mean(0), 1.96 * x.std(0, ddof=1) / np.sqrt(len(x))
         return Interval(mean, mean - half, mean + half)
 
-    assert coverage(DIFFERENCES, 8, interval=normal) < 0.93
+    covered = [coverage(head, 8, repeats=8000, interval=normal) for head in DIFFERENCES.T]
+    assert np.mean(covered) < 0.925
 
 
 def test_where_student_intervals_fall_short() -> None:
