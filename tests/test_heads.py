@@ -183,7 +183,7 @@ def test_resampling_donors_depend_on_document_and_seed_only(load, corpus):
     pd.testing.assert_frame_equal(one, many, rtol=0, atol=1e-5)
     other = run(model, text, exact=True, ablation="resample", seed=1).tables["heads"]
     assert (one["loss_delta"] - other["loss_delta"]).abs().max() > 1e-3
-    from interp.analyzers.heads.measure import Donors
+    from interp.analyzers.heads.standins import Donors
 
     donors = Donors(model, text, 0)
     assert all(donor != i for i, donor in enumerate(donors.of))

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from interp import hooks
-from interp.analyzers.heads import curve, measure, tables
-from interp.analyzers.heads.measure import Mode, Removal, Sweep
+from interp.analyzers.heads import curve, importance, measure, tables
+from interp.analyzers.heads.measure import Sweep
+from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import HeadsConfig, with_options
 from interp.errors import InterpError
 from interp.model import Model
@@ -83,7 +84,7 @@ class _Run:
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.notices = [*model.notices, *text.notices]
         self.complete = True
-        self.gradients: measure.Gradients | None = None
+        self.gradients: importance.Gradients | None = None
         self.exact: Sweep | None = None
         self.exact_mean: Sweep | None = None
         self.orders: list[curve.Order] = []
@@ -130,7 +131,7 @@ class _Run:
     def measure(self) -> None:
         """All that was asked, cheapest first, so that an interruption loses least."""
         config, model = self.config, self.model
-        self.gradients = measure.gradients(
+        self.gradients = importance.gradients(
             model, self.text, config.batch_size, progress=config.progress
         )
         if config.exact:
@@ -217,7 +218,7 @@ class _Run:
 
     def _held_out_with_own_statistics(self, removals: list[Removal]) -> np.ndarray:
         config = self.config
-        own = measure.gradients(
+        own = importance.gradients(
             self.model, self.judge, config.batch_size, progress=config.progress, what="means"
         )
         return measure.sweep(
@@ -273,7 +274,7 @@ class _Run:
         gone: list[curve.Unit] = []
         rows = self.text.subset(self.choosing.tolist())
         for i, count in enumerate(counts[1:]):
-            found = measure.gradients(
+            found = importance.gradients(
                 self.model,
                 rows,
                 self.config.batch_size,

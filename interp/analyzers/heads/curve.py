@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from interp import stats
-from interp.analyzers.heads.measure import Growing, Mode, Removal, Sweep
+from interp.analyzers.heads.measure import Growing, Sweep
+from interp.analyzers.heads.standins import Mode, Removal
 from interp.interventions import Head
 
 LIMITS = (0.01, 0.05)

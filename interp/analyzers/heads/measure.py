@@ -1,4 +1,4 @@
-"""What the heads analyzer measures: gradients in one pass, and losses with heads changed.
+"""Losses with heads taken out: many removals on the same documents, or one after another.
 
 Everything is kept per document, the unit of every interval: float64 [document, ...].
 """
@@ -6,160 +6,23 @@ Everything is kept per document, the unit of every interval: float64 [document, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from interp import hooks, interventions, splice
-from interp.interventions import Head
+from interp import interventions, splice
+from interp.analyzers.heads.importance import BatchSize, Gradients, predicted_counts
+from interp.analyzers.heads.standins import Donors, Removal, StandIns
 from interp.model import Model
-from interp.progress import batch_rows, batches, track
-from interp.text import Text, TokenBatch
+from interp.progress import batch_rows, track
+from interp.text import Text
 
 # Removals whose sums stay on the device before they are read: reading one waits for the device.
 FLUSH = {"cuda": 64}
-
-Mode = Literal["zero", "bias", "mean", "resample"]
-BatchSize = int | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class Removal:
-    """Heads taken out together, and what stands in for them.
-
-    zero: nothing, at every position (as deleting their rows of W_O).
-    bias: their mean output, at every position (as deleting them and adding a bias).
-    mean: their mean over the included positions of other documents, at included positions.
-    resample: their output on another document, at included positions.
-    """
-
-    heads: tuple[Head, ...]
-    mode: Mode = "zero"
-
-
-@dataclass
-class Gradients:
-    """One forward and one backward pass per batch.
-
-    loss: [document] mean cross-entropy in nats per predicted token.
-    xi: [document, layer, head] dL/dxi at xi = 1, xi scaling the head's z; nats.
-    token: [document, layer, head] mean over included positions of |z . dL/dz|; nats.
-    z_sum: [layer, head, d_head] sum of z over all included positions.
-    z_own: the same sum of one document, for documents of several windows.
-    included: included positions per document.
-    """
-
-    loss: np.ndarray
-    xi: np.ndarray
-    token: np.ndarray
-    z_sum: torch.Tensor
-    z_own: dict[int, torch.Tensor]
-    included: np.ndarray
-
-    @property
-    def z_mean(self) -> torch.Tensor:
-        """[layer, head, d_head] mean of z over all included positions, float64."""
-        return self.z_sum / max(1, self.included.sum())
-
-
-def predicted_counts(text: Text) -> np.ndarray:
-    """Predicted tokens of each document."""
-    return np.array([sum(len(w) - 1 for w in d.windows) for d in text.documents], dtype=np.float64)
-
-
-def gradients(
-    model: Model,
-    text: Text,
-    batch_size: BatchSize,
-    *,
-    removed: Sequence[Head] = (),
-    progress: bool = False,
-    what: str = "importance",
-) -> Gradients:
-    """Importance of every head, with some heads already removed.
-
-    Works with frozen parameters and inside `torch.no_grad()`: only activations get gradients.
-    """
-    cfg, n_docs = model.cfg, len(text)
-    shape = (n_docs, cfg.n_layers, cfg.n_heads)
-    loss, xi, token = np.zeros(n_docs), np.zeros(shape), np.zeros(shape)
-    counts, included = predicted_counts(text), np.zeros(n_docs)
-    z_sum = torch.zeros(cfg.n_layers, cfg.n_heads, cfg.d_head, dtype=torch.float64)
-    several = {i for i, d in enumerate(text.documents) if len(d.windows) > 1}
-    z_own = {i: torch.zeros_like(z_sum) for i in several}
-    edits = interventions.removals(removed)
-    bar = track(n_docs, what, progress)
-    for batch in batches(model, text, batch_size, graph=True):
-        rows = batch.rows.cpu().numpy()
-        z, g = _backward(model, batch, edits, counts[rows])
-        np.add.at(loss, rows, z.loss / counts[rows])
-        np.add.at(xi, rows, g.sum(1))
-        inside = batch.included.cpu().numpy()
-        np.add.at(token, rows, (np.abs(g) * inside[:, :, None, None]).sum(1))
-        np.add.at(included, rows, inside.sum(1))
-        z_sum += z.sums.sum(0)
-        for row, own in zip(rows.tolist(), z.sums, strict=True):
-            if row in several:
-                z_own[row] += own
-        bar.update(len(set(rows.tolist())))
-    bar.close()
-    token /= np.maximum(included, 1)[:, None, None]
-    return Gradients(loss, xi, token, z_sum, z_own, included)
-
-
-@dataclass
-class _Forward:
-    loss: np.ndarray  # [batch] sums
-    sums: torch.Tensor  # [batch, layer, head, d_head] of z over included positions, on the CPU
-
-
-def _backward(
-    model: Model, batch: TokenBatch, edits: dict[int, splice.Edit], counts: np.ndarray
-) -> tuple[_Forward, np.ndarray]:
-    """z sums and z . dL/dz per position [batch, pos, layer, head] of one batch."""
-    n = model.cfg.n_layers
-    grads: list[Any] = [None] * n
-    sums: list[Any] = [None] * n
-    leaf: list[torch.Tensor] = []
-
-    def watch(layer: int) -> hooks.Hook:
-        def hook(z: torch.Tensor) -> torch.Tensor:
-            sums[layer] = included_sums(z.detach(), batch.included)
-            if layer in edits:
-                z = edits[layer](z)
-            if not z.requires_grad:  # the first layer: the graph starts here
-                z = z.detach().requires_grad_()
-                leaf.append(z)
-            value = z.detach()
-
-            def keep(grad: torch.Tensor) -> None:
-                grads[layer] = (value * grad).sum(-1)
-
-            z.register_hook(keep)
-            return z
-
-        return hook
-
-    with torch.enable_grad(), hooks.attached(model, [("z", i, watch(i)) for i in range(n)]):
-        scores = splice.forward_scores(model, batch)
-        # Each document's own mean loss; they do not see each other, so one backward serves all.
-        weight = torch.as_tensor(1 / counts).to(scores.loss)
-        (scores.loss * weight).sum().backward(inputs=leaf)
-    splice.check_finite(scores.loss.detach(), "loss")
-    per_position = torch.stack(grads, 2).cpu().double()
-    splice.check_finite(per_position, "gradient")
-    forward = _Forward(scores.loss.detach().cpu().numpy(), torch.stack(sums, 1))
-    return forward, per_position.numpy()
-
-
-def included_sums(z: torch.Tensor, included: torch.Tensor) -> torch.Tensor:
-    """[batch, head, d_head] float64 on the CPU: z summed over included positions."""
-    kept = torch.where(included[:, :, None, None], z, 0)
-    wide = kept.cpu() if z.device.type == "mps" else kept
-    return wide.double().sum(1).cpu()
 
 
 @dataclass
@@ -222,7 +85,7 @@ def sweep(
         clean = splice.run_clean(model, batch, kl=kl)
         splice.check_finite(clean.scores.loss, "loss")
         base.add(0, rows, clean.scores.loss)
-        source = _Source(model, text, clean, means, donors)
+        source = StandIns(model, text, clean, means, donors)
         waiting: list[splice.Scores] = []
         first = 0
 
@@ -317,7 +180,7 @@ class Growing:
             if self.single:
                 self._clean = clean
             base.add(0, rows, clean.scores.loss)
-            source = _Source(self.model, self.text, clean, self.means, None)
+            source = StandIns(self.model, self.text, clean, self.means, None)
             last = self._last.get(id(order)) if self.single else None
             for i, n in enumerate(counts):
                 edits = source.edits(order.removal(n))
@@ -363,136 +226,19 @@ def _named(removal: Removal) -> str:
     return f"head {layer}.{head}{more}"
 
 
-class _Source:
-    """Turns a removal into edits for one batch."""
-
-    def __init__(
-        self,
-        model: Model,
-        text: Text,
-        clean: splice.Clean,
-        means: Gradients | None,
-        donors: Donors | None,
-    ) -> None:
-        self.clean, self.means, self.donors = clean, means, donors
-        self.model, self.text = model, text
-        self._others: torch.Tensor | None = None
-        self._resampled: list[torch.Tensor] | None = None
-        self._bias: torch.Tensor | None = None
-
-    def edits(self, removal: Removal) -> dict[int, splice.Edit]:
-        if removal.mode == "zero":
-            return interventions.removals(removal.heads)
-        included = self.clean.batch.included
-        if removal.mode == "bias":
-            assert self.means is not None
-            if self._bias is None:
-                self._bias = self.means.z_mean.float().to(self.model.device)
-            return interventions.removals(removal.heads, self._bias)
-        values = self._mean_of_others() if removal.mode == "mean" else self._from_donors()
-        return {
-            layer: interventions.replaced(heads, values[layer][:, :, heads], included)
-            for layer, heads in interventions.by_layer(removal.heads).items()
-        }
-
-    def _mean_of_others(self) -> torch.Tensor:
-        """[layer, batch, 1, head, d_head]: each row's mean leaves its own document out."""
-        if self._others is None:
-            assert self.means is not None
-            rows = self.clean.batch.rows.tolist()
-            own = torch.stack(
-                [included_sums(z, self.clean.batch.included) for z in self.clean.z], 1
-            )
-            for i, row in enumerate(rows):
-                own[i] = self.means.z_own.get(row, own[i])
-            left = self.means.included.sum() - self.means.included[rows]
-            count = torch.as_tensor(np.maximum(left, 1))[:, None, None, None]
-            mean = (self.means.z_sum - own) / count
-            self._others = mean.float().to(self.model.device).transpose(0, 1)[:, :, None]
-        return self._others
-
-    def _from_donors(self) -> list[torch.Tensor]:
-        """Per layer [batch, pos, head, d_head]: z of each row's donor, position by position."""
-        if self._resampled is None:
-            assert self.donors is not None
-            self._resampled = self.donors.z(self.clean.batch)
-        return self._resampled
-
-
-class Donors:
-    """For each document another one whose head outputs stand in, by document and seed alone.
-
-    The donor is the first one of a seeded order, drawn for the document, that is at least as long
-    (the longest one where none is). The t-th included position takes the donor's t-th, counted
-    round where the donor is shorter.
-    """
-
-    def __init__(self, model: Model, text: Text, seed: int) -> None:
-        self.model, self.text = model, text
-        lengths = np.array([sum(map(len, d.windows)) for d in text.documents])
-        self.of: list[int] = []
-        for i, document in enumerate(text.documents):
-            others = [j for j in range(len(text)) if j != i]
-            if not others:
-                self.of.append(i)
-                continue
-            rng = np.random.default_rng([seed, document.index])
-            order = sorted(others, key=lambda j: text.documents[j].index)
-            order = [order[k] for k in rng.permutation(len(order))]
-            longer = [j for j in order if lengths[j] >= lengths[i]]
-            self.of.append(longer[0] if longer else max(order, key=lambda j: lengths[j]))
-
-    def z(self, batch: TokenBatch) -> list[torch.Tensor]:
-        """Donor z for every row of a batch, per layer [batch, pos, head, d_head]."""
-        rows = batch.rows.tolist()
-        places = []  # a document's n-th window takes its donor's n-th, counted round
-        for row, nth in zip(rows, batch.window.tolist(), strict=True):
-            donor = self.of[row]
-            places.append((donor, nth % len(self.text.documents[donor].windows)))
-        donors = self.text.batch_of(places, self.model.device)
-        kept: list[Any] = [None] * self.model.cfg.n_layers
-
-        def keep(layer: int) -> hooks.Hook:
-            def hook(z: torch.Tensor) -> None:
-                kept[layer] = z
-
-            return hook
-
-        with hooks.attached(self.model, [("z", i, keep(i)) for i in range(len(kept))]):
-            splice.forward_scores(self.model, donors)
-        source = self._positions(batch, donors)
-        row = torch.arange(len(rows), device=source.device)[:, None]
-        return [z[row, source] for z in kept]
-
-    @staticmethod
-    def _positions(batch: TokenBatch, donors: TokenBatch) -> torch.Tensor:
-        """[batch, pos]: the donor position that each included position takes its z from."""
-        length = batch.tokens.shape[1]
-        source = torch.zeros(len(batch.rows), length, dtype=torch.long)
-        for i in range(len(batch.rows)):
-            to = batch.included[i].nonzero()[:, 0].cpu()
-            at = donors.included[i].nonzero()[:, 0].cpu()
-            if len(to) and len(at):
-                source[i, to] = at[torch.arange(len(to)) % len(at)]
-        return source.to(batch.tokens.device)
-
-
 def time_of(
     model: Model, text: Text, removals: Sequence[Removal], batch_size: BatchSize, kl: bool
 ) -> float:
     """Expected seconds of a sweep, from the first batch at the first and the last layer."""
-    import time
-
     batch = next(iter(text.batches(batch_rows(model, text, batch_size), model.device)))
     clean = splice.run_clean(model, batch, kl=kl)
-    clock: Callable[[], float] = time.perf_counter
     seconds = []
     for layer in (0, model.cfg.n_layers - 1):
         edits = interventions.removals([(layer, 0)])
         splice.run_edited(model, clean, edits)
-        began = clock()
+        began = time.perf_counter()
         float(splice.run_edited(model, clean, edits).loss[0])
-        seconds.append(clock() - began)
+        seconds.append(time.perf_counter() - began)
     first, last = seconds
     depth = max(1, model.cfg.n_layers - 1)
     per_batch = sum(

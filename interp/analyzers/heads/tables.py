@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve, measure
+from interp.analyzers.heads import curve
+from interp.analyzers.heads.importance import predicted_counts
 from interp.results import Column, Result
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _summary(run: _Run, heads: pd.DataFrame, orders: list[curve.Order]) -> dict[
     scored = run.gradients.loss
     base = run.baseline if run.baseline is not None else scored
     text = run.judge if run.baseline is not None else run.text
-    counts = measure.predicted_counts(text)
+    counts = predicted_counts(text)
     ends = stats.mean_interval(base)
     order = heads.sort_values("importance_norm", kind="stable")[["layer", "head"]]
     if orders:
