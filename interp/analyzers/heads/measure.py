@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -86,31 +87,24 @@ def sweep(
         splice.check_finite(clean.scores.loss, "loss")
         base.add(0, rows, clean.scores.loss)
         source = StandIns(model, text, clean, means, donors)
-        waiting: list[splice.Scores] = []
-        first = 0
-
-        def flush() -> None:
-            nonlocal first
-            for i, scores in enumerate(waiting, first):
-                splice.check_finite(scores.loss, f"loss without {_named(removals[i])}")
-                finished = loss.add(i, rows, scores.loss)
-                if diverged is not None:
-                    kl_sums = torch.zeros_like(scores.loss) if scores.kl is None else scores.kl
-                    diverged.add(i, rows, kl_sums)
-                bar.update(finished)
-            first += len(waiting)
-            waiting.clear()
-
-        try:
-            for removal in removals:
-                edits = source.edits(removal)
-                waiting.append(splice.run_edited(model, clean, edits, from_start=from_start))
-                if len(waiting) >= FLUSH.get(model.device.type, 1):
-                    flush()
-        finally:  # an interruption keeps what is measured
-            flush()
+        runs = (
+            splice.run_edited(model, clean, source.edits(r), from_start=from_start)
+            for r in removals
+        )
+        for i, scores in enumerate(_held(runs, FLUSH.get(model.device.type, 1))):
+            splice.check_finite(scores.loss, f"loss without {_named(removals[i])}")
+            finished = loss.add(i, rows, scores.loss)
+            if diverged is not None:  # nothing removed, nothing diverges
+                diverged.add(i, rows, scores.loss * 0 if scores.kl is None else scores.kl)
+            bar.update(finished)
     bar.close()
     return out
+
+
+def _held(runs: Iterator[splice.Scores], count: int) -> Iterator[splice.Scores]:
+    """The same runs, `count` of them started before the first is handed on."""
+    while some := list(islice(runs, count)):
+        yield from some
 
 
 class _ByDocument:
