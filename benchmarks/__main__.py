@@ -73,8 +73,8 @@ def write(name: str, section: str) -> None:
     sections = {part.split(":")[0].removeprefix("## "): part.strip() for part in parts}
     sections[name] = section
     head = (
-        "# Benchmarks\n\nWritten by `python -m benchmarks`. Every figure is a ratio of things that ran "
-        "alternately\nin one process: the median of n repetitions, the smallest and the largest."
+        "# Benchmarks\n\nWritten by `python -m benchmarks`. Every figure is a ratio of things that "
+        "ran\nalternately: the median of n repetitions, with the smallest and the largest."
     )
     ordered = [sections[n] for n in BENCHMARKS if n in sections]
     RESULTS.write_text("\n\n".join([head, *ordered]) + "\n", encoding="utf-8")

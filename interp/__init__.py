@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from interp.errors import InterpError
 
 if TYPE_CHECKING:
+    from interp.analyzers.asymmetry import asymmetry
     from interp.analyzers.heads import heads
     from interp.model import Model, load_model
     from interp.results import Result, load_result
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _PUBLIC = {
+    "asymmetry": "interp.analyzers.asymmetry",
     "heads": "interp.analyzers.heads",
     "load_model": "interp.model",
     "Model": "interp.model",
@@ -40,6 +42,7 @@ __all__ = [
     "Result",
     "Text",
     "__version__",
+    "asymmetry",
     "heads",
     "load_model",
     "load_result",

@@ -1,4 +1,4 @@
-"""A checkpoint folder or .gguf file as plain transformers has it, or one clear error.
+"""A checkpoint folder as plain transformers has it, or one clear error.
 
 transformers fills a missing weight with noise, drops a tensor that it does not know and reads
 pickles; here each of these is refused before a number comes of it. Nothing is fetched.
@@ -7,12 +7,7 @@ pickles; here each of these is refused before a number comes of it. Nothing is f
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
-import json
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,26 +15,20 @@ from typing import Any
 
 import torch
 
-from interp import assets
 from interp.errors import InterpError
 from interp.hub import INDEX, has_tokenizer, weight_files
 
-log = logging.getLogger("interp")
-
 # Buffers that old checkpoints carry beside their weights and that no current model reads.
 HARMLESS_KEYS = ("attn.bias", "masked_bias", "attention.bias", "inv_freq", "position_ids")
-# Pre-tokenisers that transformers rebuilds from a GGUF file as the original tokenizer has them.
-KNOWN_PRETOKENISERS = ("default", "gpt-2", "gpt2", "smollm", "olmo")
-NOTICES_FILE = "interp.json"
 
 
 def load(
-    path: Path, name: str, dtype: torch.dtype, allow_pickle: bool
+    folder: Path, name: str, dtype: torch.dtype, allow_pickle: bool
 ) -> tuple[Any, Any, list[str]]:
     """The model, its tokenizer (None if there is none) and what a reader must know of them.
 
     Args:
-        path: a checkpoint folder or a .gguf file.
+        folder: the checkpoint.
         name: what the messages call it.
         dtype: of the weights.
         allow_pickle: also read `.bin` weights.
@@ -47,140 +36,11 @@ def load(
     Raises:
         InterpError: no decoder-only language model, or incomplete, damaged or unknown.
     """
-    notices: list[str] = []
-    if path.is_file():
-        path, notices = dequantised(path)
-    config = _decoder_config(path, name)
-    check_weights(path, name, allow_pickle)
-    hf_model, unread = _from_pretrained(path, name, config, dtype, allow_pickle)
-    tokenizer, missing = _tokenizer(path)
-    return hf_model, tokenizer, [*notices, *unread, *missing]
-
-
-def dequantised(path: Path) -> tuple[Path, list[str]]:
-    """A GGUF file as a safetensors folder in the cache: written once per content, then reused."""
-    try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise InterpError(f"{path} is not a GGUF file, or it is damaged: fetch it again.")
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InterpError(f"{path} cannot be read: {error.strerror or error}.") from error
-    folder = assets.cache_dir() / "models" / digest[:24]
-    if (folder / NOTICES_FILE).exists():
-        try:
-            check_weights(folder, path.name, False)
-            return folder, json.loads((folder / NOTICES_FILE).read_text())["notices"]
-        except (InterpError, ValueError, KeyError, TypeError):
-            log.info("The dequantised copy in %s is damaged: making it again.", folder)
-    log.info("Dequantising %s, once (under a minute) ...", path.name)
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        notices = _convert(path, part)
-        (part / NOTICES_FILE).write_text(json.dumps({"from": path.name, "notices": notices}))
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            part.rename(folder)
-        except OSError:  # another process was faster with the same content
-            if not (folder / NOTICES_FILE).exists():
-                raise
-    except InterpError:
-        raise
-    except OSError as error:
-        raise InterpError(
-            f"{path.name} could not be dequantised into {folder}: {first_line(error)}. "
-            "Set INTERP_CACHE to a folder with room that you may write to."
-        ) from error
-    except Exception as error:
-        raise InterpError(
-            f"{path} could not be read as a GGUF model ({first_line(error)}): it is damaged, or of "
-            "a kind that transformers does not read."
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder, notices
-
-
-def _convert(path: Path, folder: Path) -> list[str]:
-    """Dequantise a GGUF file with transformers and save it; refuse whatever that would leave out."""
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    reader = GGUFReader(path)
-    ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors]
-    if not ends or max(ends) > path.stat().st_size:
-        raise InterpError(f"{path} is cut short: fetch it again.")
-    fields = {key: field.contents() for key, field in reader.fields.items() if len(field.data) < 9}
-    names = {t.name for t in reader.tensors}
-    _refuse_scaled_positions(path, fields, names)
-    # The converter's progress bar ignores every setting; it goes to a string.
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        _refuse_gaps(path.name, report)
-        _refuse_unread(path, loaded, names)
-        # save_pretrained refuses a model that it believes to be quantised still.
-        loaded.hf_quantizer = None
-        loaded.is_quantized = False
-        if hasattr(loaded.config, "quantization_config"):
-            del loaded.config.quantization_config
-        loaded.save_pretrained(folder)
-        pre = str(fields.get("tokenizer.ggml.pre", "default"))
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except Exception as error:
-            return [f"No tokenizer could be made from {path.name}: {first_line(error)}"]
-        tokenizer.save_pretrained(folder)
-    if pre in KNOWN_PRETOKENISERS:
-        return []
-    return [
-        f"The tokenizer is rebuilt from {path.name} (pre-tokeniser {pre!r}) and may cut text "
-        "differently from the original one: losses would then be too high."
-    ]
-
-
-def _refuse_scaled_positions(path: Path, fields: dict[str, Any], names: set[str]) -> None:
-    """Scaled rotary positions are dropped by the converter: the logits would be a little off."""
-    kind = fields.get("general.architecture")
-    scaled = [n for n in names if n.startswith(("rope_freqs", "rope_factors"))]
-    scaled += [
-        key
-        for key, value in fields.items()
-        if key.startswith((f"{kind}.rope.scaling.", f"{kind}.rope.scale_linear"))
-        and value not in ("none", 1.0, 0.0)
-        and kind != "gpt-oss"
-    ]
-    if scaled:
-        raise InterpError(
-            f"{path} scales its rotary positions ({scaled[0]}), which transformers ignores when it "
-            "reads a GGUF file. Name the original checkpoint instead."
-        )
-
-
-def _refuse_unread(path: Path, loaded: Any, names: set[str]) -> None:
-    """Tensors of the file that found no place in the model, attention biases for example."""
-    from transformers import modeling_gguf_pytorch_utils as converter
-
-    try:
-        kind = loaded.config.model_type
-        process = converter.TENSOR_PROCESSORS.get(kind, converter.TensorProcessor)
-        known = converter.get_gguf_hf_weights_map(loaded, process(config=loaded.config.to_dict()))
-    except Exception:  # an architecture with another way in, which has its own checks
-        return
-    unread = sorted(names - set(known))
-    if unread:
-        raise InterpError(
-            f"{path} holds {len(unread)} tensors that transformers does not read "
-            f"({', '.join(unread[:3])}): name the original checkpoint instead."
-        )
+    config = _decoder_config(folder, name)
+    check_weights(folder, name, allow_pickle)
+    hf_model, unread = _from_pretrained(folder, name, config, dtype, allow_pickle)
+    tokenizer, missing = _tokenizer(folder)
+    return hf_model, tokenizer, [*unread, *missing]
 
 
 def _decoder_config(folder: Path, name: str) -> Any:
@@ -247,8 +107,8 @@ def check_weights(folder: Path, name: str, allow_pickle: bool) -> None:
         if allow_pickle:
             return
         raise InterpError(
-            f"{name!r} has its weights only as .bin files, which are pickles and can run code. Convert "
-            "it to safetensors, or say --allow-pickle (allow_pickle=True) if you trust it."
+            f"{name!r} has its weights only as .bin files, which are pickles and can run code. "
+            "Convert it to safetensors, or say --allow-pickle (allow_pickle=True) if you trust it."
         )
     for file in files:
         if not file.exists():
@@ -269,7 +129,7 @@ def _from_pretrained(
 
     try:
         with quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            found: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -281,7 +141,8 @@ def _from_pretrained(
             )
     except Exception as error:
         raise InterpError(f"{name!r} cannot be loaded: {first_line(error)}") from error
-    _refuse_gaps(name, report)
+    model, report = found
+    refuse_gaps(name, report)
     unread = [k for k in report.get("unexpected_keys", ()) if not k.endswith(HARMLESS_KEYS)]
     notices = []
     if unread:
@@ -292,7 +153,7 @@ def _from_pretrained(
     return model.eval(), notices
 
 
-def _refuse_gaps(name: str, report: Any) -> None:
+def refuse_gaps(name: str, report: Any) -> None:
     """transformers would fill what is missing or of the wrong shape with random numbers."""
     wrong = [str(k[0]) for k in report.get("mismatched_keys", ())]
     lacking = [*sorted(report.get("missing_keys", ())), *wrong]

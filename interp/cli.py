@@ -10,26 +10,35 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 # Threads that spin while they wait slow a busy machine several times; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from interp import __version__
 from interp.config import ModelOptions, OutputOptions, TextOptions
 from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
+HEADINGS = ("Measure", "Text", "Model", "Run", "Output")  # of --help, in this order
 
 
-def _flat(group: str) -> Parameter:
+def _group(heading: str) -> Group:
+    return Group(heading, sort_key=HEADINGS.index(heading))
+
+
+def _flat(heading: str) -> Parameter:
     """A dataclass whose fields are options of their own, under one heading of --help."""
-    return Parameter(name="*", group=group)
+    return Parameter(name="*", group=_group(heading))
+
+
+def _default(value: Any) -> str | None:
+    return None if value is None or isinstance(value, bool) else str(value)
 
 
 app = App(
@@ -38,6 +47,8 @@ app = App(
     version=__version__,
     help_format="plaintext",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative=(), show_default=_default),
 )
 assets_app = App(name="assets", help="The embedded model and text: list them, or fetch them.")
 app.command(assets_app)
@@ -51,35 +62,53 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status."""
     debug = "--debug" in arguments
-    with contextlib.suppress(AttributeError, ValueError):  # a terminal that is not UTF-8
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        status = app(arguments, exit_on_error=False, print_error=False)
-        return int(status or 0)
+        status = int(app(arguments, exit_on_error=False, print_error=False) or 0)
+        sys.stdout.flush()
+        return status
     except CycloptsError as error:
         _say(_usage(error))
         return 2
     except InterpError as error:
         if debug:
-            raise
-        _say(f"interp: {error}")
+            _print_traceback()
+        _say(f"interp: {_one_line(str(error))}")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        _say("interp: interrupted before anything was measured.")
+        if debug:
+            _print_traceback()
+        _say("interp: interrupted; nothing was measured that could be saved.")
         return 130
     except BrokenPipeError:  # `interp ... | head`
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stdout_to_nowhere()
         return 1
     except Exception as error:
         if debug:
-            raise
+            _print_traceback()
         _say(
-            f"interp: unexpected {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\n"
+            f"interp: unexpected {type(error).__name__}: {_one_line(str(error))[:300]}\n"
             "This is a fault in interp; --debug shows where."
         )
         return 1
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _stdout_to_nowhere() -> None:
+    # What is still in the buffer would fail again when Python shuts down.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: CycloptsError) -> str:
@@ -94,7 +123,8 @@ def _usage(error: CycloptsError) -> str:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more
+        print(message, file=sys.stderr, flush=True)
 
 
 def _add_analyzer(name: str, analyzer: Analyzer) -> None:
@@ -127,19 +157,25 @@ def _analyze(
     text_options: TextOptions,
     output: OutputOptions,
 ) -> int:
+    with _log_lines() as logger:
+        return _measured(name, analyzer, config, model_options, text_options, output, logger)
+
+
+def _measured(
+    name: str,
+    analyzer: Analyzer,
+    config: Any,
+    model_options: ModelOptions,
+    text_options: TextOptions,
+    output: OutputOptions,
+    logger: Any,
+) -> int:
     import importlib
-    import logging
 
     from interp.results import check_folder
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("interp: %(message)s"))
-    logger = logging.getLogger("interp")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if output.out is not None:
-        check_folder(output.out, output.overwrite)  # before the minutes are spent, not after
+    # Before the minutes are spent, not after.
+    check_folder(output.out or _run_folder(name, "model"), output.overwrite)
     from interp.model import load_model
     from interp.text import load_text
 
@@ -158,18 +194,54 @@ def _analyze(
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
     result = measure(model, text, config)
-    result.command = _command(name, [model_options, text_options, config])
-    folder = result.save(output.out or _run_folder(name, model.name), overwrite=output.overwrite)
-    if output.format == "json":
-        import json
-
-        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False))
-    else:
-        from interp.report import print_result
-
-        print_result(result, rows=output.rows)
-    _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
+    named = replace(model_options, model=model_options.model or model.name)
+    result.command = _command(name, [named, text_options, config])
+    folder = None
+    try:
+        folder = result.save(output.out or _run_folder(name, model.name), output.overwrite)
+    finally:  # numbers that cannot be saved are shown all the same
+        _show(result, output)
+        for notice in result.notices:
+            if notice not in {*model.notices, *text.notices}:
+                logger.info(notice)
+        if folder is not None:
+            _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
     return 0 if result.complete else 130
+
+
+@contextlib.contextmanager
+def _log_lines() -> Iterator[Any]:
+    """interp's own log lines on stderr, each after its name."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("interp: %(message)s"))
+    logger = logging.getLogger("interp")
+    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+    try:
+        yield logger
+    finally:
+        logger.handlers[:], logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+
+
+def _show(result: Any, output: OutputOptions) -> None:
+    """The result on stdout; a reader who has gone away (`| head`) is no failure of the run."""
+    try:
+        if output.format == "json":
+            import json
+
+            print(json.dumps(result.to_json(), allow_nan=False), flush=True)
+        else:
+            from interp.report import print_result
+
+            # Notices go to stderr, where most of them have been since the start.
+            print_result(result, rows=output.rows, notices=False)
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # the latter is how rich takes a broken pipe
+        _stdout_to_nowhere()
 
 
 _SOURCE_NAMES = {"data": "source"}
@@ -200,6 +272,8 @@ def _command(name: str, groups: list[Any]) -> str:
                 continue
             if isinstance(value, bool):
                 words.append(option if value else f"--no-{option[2:]}")
+            elif str(value).startswith("-"):
+                words.append(f"{option}={value}")
             else:
                 words += [option, str(value)]
     return shlex.join(words)

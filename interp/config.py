@@ -8,14 +8,19 @@ same range. Torch-free, so that --help stays fast.
 from __future__ import annotations
 
 import difflib
+import numbers
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from cyclopts import Parameter
 
 from interp.errors import UsageError
 
 Config = TypeVar("Config")
+_RUN = Parameter(group="Run")
 
 
 def _must(ok: bool, option: str, expected: str, value: Any) -> None:
@@ -23,18 +28,48 @@ def _must(ok: bool, option: str, expected: str, value: Any) -> None:
         raise UsageError(f"--{option} must be {expected}; it is {value!r}.")
 
 
+class _Options:
+    """Checks every field against its type: a library call gets the same words as a command line."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            _must(_fits(value, hint), name.replace("_", "-"), _words(hint), value)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if isinstance(value, bool):  # which Python counts among the integers
+        return hint is bool
+    if hint is Path:
+        return isinstance(value, str | Path)
+    return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(hint, hint))
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_words(part) for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    words = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+    return words.get(hint, "a path")
+
+
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(_Options):
     """Which model, and where it runs."""
 
     model: str | None = None
-    """Short name, hub id, folder or .gguf file. Default: gpt2 if at hand, else the embedded one."""
+    """Short name, hub id, folder or .gguf file. Default: gpt2, or the embedded one."""
     revision: str | None = None
     """Branch, tag or commit of a hub model (Pythia: step1000)."""
     device: str = "auto"
     """auto (cuda, then mps, then cpu), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the model's weights and activations; statistics are float64 always."""
+    """Of weights and activations; statistics are float64."""
     offline: bool = False
     """Never ask a model hub or the package index."""
     allow_pickle: bool = False
@@ -42,34 +77,35 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class TextOptions:
+class TextOptions(_Options):
     """Which text, and how it becomes tokens."""
 
     data: str = "news"
-    """news (embedded), a .txt, .jsonl, .csv or .parquet file, a folder of such, or a hub dataset."""
+    """news, a .txt/.jsonl/.csv/.parquet file or folder, or a hub id."""
     text_column: str | None = None
-    """Column or field that holds the text. Default: text, or the only one that can be meant."""
+    """Column that holds the text. Default: text, or the only one possible."""
     split: str = "train"
     """Split of a hub dataset."""
     documents: int = 32
-    """Documents: a seeded sample, the unit of every interval. At least 1."""
+    """Documents in the seeded sample, 1 or more."""
     context: int = 64
-    """Tokens of a document that are used, BOS included. At least 2."""
-    bos: bool | None = None
-    """Start each document with BOS, or not. Default: as the model's tokenizer does."""
+    """Tokens used of each document, BOS included, 2 or more."""
+    bos: Annotated[bool | None, Parameter(negative="--no-bos")] = None
+    """Start documents with BOS, or not. Default: as the tokenizer does."""
     min_tokens: int = 2
-    """Shorter documents are skipped. At least 1."""
+    """Skip documents of fewer tokens, 2 or more."""
     windows: bool = False
-    """Use every window of --context tokens of a document, not just the first."""
+    """Use all windows of --context tokens of a document, not only the first."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _must(self.documents >= 1, "documents", "1 or more", self.documents)
         _must(self.context >= 2, "context", "2 or more", self.context)
-        _must(self.min_tokens >= 1, "min-tokens", "1 or more", self.min_tokens)
+        _must(self.min_tokens >= 2, "min-tokens", "2 or more", self.min_tokens)
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(_Options):
     """Where results go and how they are shown."""
 
     out: Path | None = None
@@ -77,30 +113,32 @@ class OutputOptions:
     overwrite: bool = False
     """Replace an earlier run in --out."""
     rows: int = 10
-    """Rows of the printed table. 0 or more."""
+    """Rows of each printed table, 0 or more."""
     format: Literal["table", "json"] = "table"
-    """What stdout carries: a table, or the contents of result.json."""
+    """What stdout carries: tables, or the contents of result.json."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _must(self.rows >= 0, "rows", "0 or more", self.rows)
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(_Options):
     """Options that every analyzer takes."""
 
-    seed: int = 0
-    """Seed of everything random: the sample, random orders, resampling donors. 0 or more."""
-    batch_size: int | Literal["auto"] = "auto"
-    """Documents per forward pass; auto is what fits comfortably. No number depends on it."""
-    progress: bool = True
+    seed: Annotated[int, _RUN] = 0
+    """Of the sample, random orders and donors, 0 or more."""
+    batch_size: Annotated[int | Literal["auto"], _RUN] = "auto"
+    """Documents per pass, 1 or more; changes no number."""
+    progress: Annotated[bool, Parameter(group="Run", negative="--no-progress")] = True
     """Progress bars on stderr."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _must(self.seed >= 0, "seed", "0 or more", self.seed)
-        ok = self.batch_size == "auto" or (isinstance(self.batch_size, int) and self.batch_size >= 1)
+        ok = self.batch_size == "auto" or int(self.batch_size) >= 1
         _must(ok, "batch-size", "1 or more, or auto", self.batch_size)
 
 
@@ -109,23 +147,38 @@ class HeadsConfig(RunOptions):
     """How sensitive the model is to removing attention heads."""
 
     prune: bool = False
-    """Remove heads cumulatively, least important first, and draw the loss curve."""
+    """Remove heads cumulatively, least important first: the loss curve."""
     step: float = 0.1
-    """Share of all heads removed per step of the curve. Above 0, at most 1."""
+    """Share of heads per step of the curve, above 0, at most 1."""
     rescore: bool = False
-    """Add an order that re-estimates importance after every step (implies --prune)."""
+    """Add an order with importance estimated again after every step."""
     unit: Literal["head", "kv"] = "head"
-    """What is removed at a time: a query head, or a KV head with all query heads that read it."""
+    """Remove query heads, or whole KV groups."""
     exact: bool = False
-    """Also remove every head one at a time and test the loss change. Slow: the time is told first."""
+    """Remove every head alone and test the loss change. Slow; says how slow."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
-    """With --exact: put zero, the mean over other documents, or another document in its place."""
+    """With --exact, replace z by zero, others' mean, or another document's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(0 < self.step <= 1, "step", "above 0 and at most 1", self.step)
-        for option, allowed in (("unit", ("head", "kv")), ("ablation", ("zero", "mean", "resample"))):
-            _must(getattr(self, option) in allowed, option, " or ".join(allowed), getattr(self, option))
+
+
+@dataclass(frozen=True)
+class AsymmetryConfig(RunOptions):
+    """How symmetric the query-key form of every head is."""
+
+    activations: bool = False
+    """Also correlate S_ij with S_ji on text."""
+    controls: Annotated[bool, Parameter(negative="--no-controls")] = True
+    """With --activations, also re-paired heads, K := Q, no offset means."""
+    symmetrise: bool = False
+    """Also make scores symmetric and test the loss change. Slow; says how slow."""
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether anything is measured on text; the weights alone need none."""
+        return self.activations or self.symmetrise
 
 
 def with_options(

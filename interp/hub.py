@@ -124,9 +124,8 @@ def snapshot(
         InterpError: not cached and no hub, no such repository or revision, or no access.
     """
     folder = cached_snapshot(repo, revision, allow_pickle=allow_pickle)
-    if folder is not None:
-        if has_tokenizer(folder) or offline or not reachable():
-            return folder, folder.name
+    if folder is not None and (has_tokenizer(folder) or offline or not reachable()):
+        return folder, folder.name
     wanted = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
     if offline or not reachable():
         raise InterpError(_absent(repo, revision, wanted, offline, allow_pickle))
@@ -173,9 +172,7 @@ def snapshot(
     return folder, folder.name
 
 
-def _absent(
-    repo: str, revision: str | None, wanted: str, offline: bool, allow_pickle: bool
-) -> str:
+def _absent(repo: str, revision: str | None, wanted: str, offline: bool, allow_pickle: bool) -> str:
     if not allow_pickle and cached_snapshot(repo, revision, allow_pickle=True) is not None:
         return (
             f"{wanted} is in the local cache with .bin weights only, which are pickles and can run "

@@ -1,9 +1,9 @@
 """Load a decoder through TransformerBridge, raw weights, and state its architecture as data.
 
 The only module that imports transformer_lens. Weights are never folded or centred. A model is
-loaded by plain transformers from a local folder (a hub model is first brought into the hub's
-cache, a GGUF file dequantised into interp's cache; see `checkpoint`), wrapped by the bridge, and
-then believed only after the bridge has given the same logits as plain transformers (see `probe`).
+loaded by plain transformers from a local folder (see `checkpoint`; `names` finds it, `dequantise`
+makes one of a GGUF file), wrapped by the bridge, and then believed only after the bridge has given
+the same logits as plain transformers (see `probe`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from interp import checkpoint, names, probe
+from interp import checkpoint, dequantise, names, probe
 from interp.errors import InterpError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,7 +126,9 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise InterpError(f"Unknown device {device!r}. Give auto, cpu, cuda, cuda:1 or mps.") from None
+        raise InterpError(
+            f"Unknown device {device!r}. Give auto, cpu, cuda, cuda:1 or mps."
+        ) from None
     if chosen.type == "cuda" and (
         not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count()
     ):
@@ -170,9 +172,11 @@ def load_model(
     found = names.resolve(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
     # Weights that are made within torch.inference_mode() could never be measured outside of it.
     with torch.inference_mode(False):
-        hf_model, tokenizer, notices = checkpoint.load(
-            found.path, found.name, DTYPES[dtype], allow_pickle
-        )
+        folder, notices = found.path, found.notices
+        if folder.is_file():
+            folder, more = dequantise.folder_of(folder)
+            notices = [*notices, *more]
+        hf_model, tokenizer, more = checkpoint.load(folder, found.name, DTYPES[dtype], allow_pickle)
         try:
             hf_model = hf_model.to(chosen)
         except RuntimeError as error:  # out of memory, above all
@@ -180,7 +184,7 @@ def load_model(
                 f"{found.name!r} does not fit on {chosen}: {checkpoint.first_line(error)}"
             ) from error
         model = _bridge(hf_model, tokenizer, chosen, found)
-    model.notices = [*found.notices, *notices]
+    model.notices = [*notices, *more]
     return model
 
 

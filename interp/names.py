@@ -124,7 +124,9 @@ def _default(revision: str | None, offline: bool) -> Found:
 def _either(repo: str, revision: str | None) -> str:
     """The name under which a model is cached, where it has two."""
     owned = OWNERS.get(repo)
-    here = owned and not hub.cached_snapshot(repo, revision) and hub.cached_snapshot(owned, revision)
+    here = (
+        owned and not hub.cached_snapshot(repo, revision) and hub.cached_snapshot(owned, revision)
+    )
     return owned if owned and here else repo
 
 

@@ -108,7 +108,9 @@ def measure(
         n_heads=shape and shape[0],
         d_head=shape and shape[1],
         n_kv_heads=next((k.shape[2] for k in seen.k.values() if k.ndim == 4), None),
-        d_mlp=widths.pop() if len(widths) == 1 and len(seen.mlp_hidden) == len(bridge.blocks) else None,
+        d_mlp=widths.pop()
+        if len(widths) == 1 and len(seen.mlp_hidden) == len(bridge.blocks)
+        else None,
         gated=_child(mlp, "gate") is not None if widths or seen.mlp_hidden else None,
         parallel=_is_parallel(bridge, seen, ids, mask, name),
         logits_are_unembedded=seen.unembedded is not None
@@ -132,8 +134,8 @@ def _one_shape(bridge: Any, seen: _Seen, name: str) -> tuple[int, int] | None:
     if shape is None or len(shape) != 2 or shape[0] != expected:
         what = "not at all" if shape is None else f"in the shape {list(shape)}"
         raise InterpError(
-            f"The bridge shows the attention output of {name!r} {what}, where {expected} heads side "
-            "by side are needed: its heads cannot be told apart."
+            f"The bridge shows the attention output of {name!r} {what}, where {expected} heads "
+            "side by side are needed: its heads cannot be told apart."
         )
     return shape
 
@@ -157,8 +159,8 @@ def _is_parallel(
     scale = torch.maximum(expected.abs().max(), moved.abs().max())
     if not float((moved - expected).abs().max()) <= 5e-2 * float(scale):
         raise InterpError(
-            f"In {name!r} a change of a head's output z does not change the attention's output by W_O "
-            "times the change: something else acts on it inside, and removing heads is not defined."
+            f"In {name!r} a change of a head's output z does not change the attention's output by "
+            "W_O times it: something else acts inside, and removing heads would not be measured."
         )
     if not bool(scale > 0) or layer not in seen.mlp_in:
         return None

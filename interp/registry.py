@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interp.config import HeadsConfig
+from interp.config import AsymmetryConfig, HeadsConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ ANALYZERS = {
         HeadsConfig,
         "interp.analyzers.heads:heads",
         "How sensitive is the model to removing attention heads?",
+    ),
+    "asymmetry": Analyzer(
+        AsymmetryConfig,
+        "interp.analyzers.asymmetry:asymmetry",
+        "Does i asking j differ from j asking i?",
     ),
 }
 

@@ -253,7 +253,8 @@ def form(model: Model) -> list[Form]:
     return [found[layer] for layer in range(n)]
 
 
-def _tolerance(model: Model) -> float:
+def tolerance(model: Model) -> float:
+    """Relative difference that rounding explains, in the model's dtype."""
     return TOLERANCE.get(model.dtype, TOLERANCE_HALF)
 
 
@@ -271,7 +272,7 @@ def _form_of(model: Model, a: Attention, prenorm: bool) -> Form:
             q_, k_ = (rotated(x, cos, sin, adjacent) for x in (q, k))
         raw = q_ @ k_.transpose(-1, -2)
         scale = float((scores * raw).sum() / raw.square().sum())
-        if float((scores - scale * raw).abs().max() / scores.abs().max()) <= _tolerance(model):
+        if float((scores - scale * raw).abs().max() / scores.abs().max()) <= tolerance(model):
             angles, strength = _angles(a.rotary, adjacent) if rotary else (None, 1.0)
             return Form(True, prenorm, scale, rotary, adjacent, angles, strength)
     return Form(False, prenorm, rotary=a.rotary is not None)
@@ -343,7 +344,7 @@ def _check_weights(model: Model, a: Attention) -> None:
             made = made + module.bias.detach().reshape(1, len(matrix), 1, -1)
         made = made.repeat_interleave(group, dim=1)
         gap = float((made - seen).abs().max() / seen.abs().max().clamp(min=1e-12))
-        if not gap <= _tolerance(model):
+        if not gap <= tolerance(model):
             raise InterpError(
                 f"{name} of layer {a.layer} of {model.name} is not x W + b with the weights read "
                 f"(off by {gap:.1e}, relative): its A = W_Q W_K^T would mean nothing."

@@ -1,6 +1,7 @@
 """Shared by all tests: threads that do not spin, no network, models loaded once."""
 
 import os
+import socket
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs where there is none
@@ -73,3 +74,34 @@ def plant(tmp_path_factory):
 def corpus():
     """Made-up documents of 3 to 60 tokens."""
     return tiny.corpus(8)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any attempt to connect fails the test."""
+    attempts = []
+
+    def refuse(self, address):
+        attempts.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    yield
+    assert not attempts
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of interp's own."""
+    monkeypatch.setenv("INTERP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """An empty hub cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"

@@ -4,18 +4,17 @@ import json
 import shutil
 import socket
 
-import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from interp import hooks, hub, interventions, names, splice
+from interp import hooks, interventions, splice
 from interp.errors import InterpError
 from interp.model import load_model
 from interp.text import load_text
 from tests import oracle, tiny
+from tests.loading import logits_of, put_weights, refused, weights_of
 
 FACTS = {
     "gpt2": {
@@ -66,37 +65,6 @@ FACTS["llama-tied"] = FACTS["llama"] | {"tied": True}
 
 
 @pytest.fixture
-def no_network(monkeypatch):
-    """Any attempt to connect fails the test."""
-    attempts = []
-
-    def refuse(self, address):
-        attempts.append(address)
-        raise OSError("no network in this test")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
-    yield
-    assert not attempts
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache of interp's own."""
-    monkeypatch.setenv("INTERP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def hub_cache(tmp_path, monkeypatch):
-    """An empty hub cache."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
-
-
-@pytest.fixture
 def copy(checkpoint, tmp_path):
     """family -> a checkpoint folder of one's own, to damage."""
 
@@ -104,31 +72,6 @@ def copy(checkpoint, tmp_path):
         return shutil.copytree(checkpoint(family), tmp_path / name)
 
     return make
-
-
-def weights_of(folder):
-    """A copy of a checkpoint's weights: loaded ones are mapped from the file."""
-    return {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}
-
-
-def put_weights(folder, weights):
-    (folder / "model.safetensors").unlink()  # never write into a file that may be mapped
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def logits_of(model, ids):
-    with model.measuring():
-        return model.bridge(torch.tensor([ids]), use_cache=False)[0]
-
-
-def refused(*words, folder, **options):
-    """load_model fails with one short message that holds these words."""
-    with pytest.raises(InterpError) as caught:
-        load_model(folder, device="cpu", **options)
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
-    return message
 
 
 # What a model is
@@ -257,7 +200,9 @@ def test_a_pythia_checkpoint_as_the_hub_has_it(copy, load):
     assert model.dtype == torch.float32
     assert model.cfg == load("neox")[0].cfg
     plain = oracle.load(folder)
-    assert (logits_of(model, [3, 4, 5]).double() - oracle.logits(plain, [3, 4, 5])).abs().max() < 1e-4
+    assert (
+        logits_of(model, [3, 4, 5]).double() - oracle.logits(plain, [3, 4, 5])
+    ).abs().max() < 1e-4
 
 
 # Other families that the bridge supports
@@ -290,7 +235,14 @@ OTHERS = {
         {"d_mlp": 88, "n_kv_heads": 6, "rotary_fraction": 0.0, "gated": False},
     ),
     "GPTJ": (
-        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 88, "n_positions": 64, "rotary_dim": 4},
+        {
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_inner": 88,
+            "n_positions": 64,
+            "rotary_dim": 4,
+        },
         {"parallel": True, "rotary_fraction": 0.5, "n_kv_heads": 6},
     ),
     "Phi": (
@@ -306,7 +258,9 @@ OTHERS = {
 
 def other(family, folder):
     """A tiny checkpoint of one of OTHERS, with weights that leave no term negligible."""
-    fields = {"OPT": SHAPE, "GPTJ": {"vocab_size": 300}, "Bloom": {"vocab_size": 300}}.get(family, SHAPE)
+    fields = {"OPT": SHAPE, "GPTJ": {"vocab_size": 300}, "Bloom": {"vocab_size": 300}}.get(
+        family, SHAPE
+    )
     fields = dict(fields)
     if family == "Falcon":
         del fields["head_dim"]
@@ -534,7 +488,9 @@ def test_tensors_that_nothing_reads_are_told(copy):
     weights["model.layers.3.mlp.up_proj.weight"] = torch.zeros(88, 60)
     put_weights(folder, weights)
     (notice,) = load_model(folder, device="cpu").notices
-    assert "1 tensors that its architecture does not use (model.layers.3.mlp.up_proj.weight)" in notice
+    assert (
+        "1 tensors that its architecture does not use (model.layers.3.mlp.up_proj.weight)" in notice
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -571,250 +527,6 @@ def test_no_tokenizer(copy, left):
         load_text(["a lamp and a river"], model)
 
 
-# Names
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("gtp2", "'gpt2'"),
-        ("pythia70m", "'pythia-70m'"),
-        ("smollm2-135", "'smollm2-135m'"),
-        ("no such thing at all", "Short names: smollm2-135m, gpt2"),
-    ],
-)
-def test_unknown_name(name, hint, no_network):
-    assert hint in refused(f"There is no model {name!r}", folder=name)
-
-
-def test_a_folder_nearby_is_suggested(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    message = refused(folder=str(tmp_path / "chekpoint"))
-    assert f"Did you mean '{tmp_path / 'checkpoint'}'" in message
-
-
-@pytest.mark.parametrize("name", ["", "  ", "x" * 5000, "~nobody_of_that_name/model", "a\0b"])
-def test_names_that_cannot_be(name):
-    refused(folder=name)
-
-
-def test_a_file_that_is_no_gguf(tmp_path):
-    (tmp_path / "model.bin").write_text("x")
-    refused("no .gguf file", folder=tmp_path / "model.bin")
-
-
-def test_revisions_belong_to_hub_models(checkpoint):
-    refused("has no revisions", "step1000", folder=checkpoint("gpt2"), revision="step1000")
-    refused("has no revisions", folder="smollm2-135m", revision="main")
-    refused("has no revisions", folder=None, revision="main")
-
-
-def in_hub_cache(cache, repo, source, commit, *refs):
-    """Put a checkpoint folder into a hub cache, as huggingface_hub lays it out."""
-    folder = cache / f"models--{repo.replace('/', '--')}"
-    shutil.copytree(source, folder / "snapshots" / commit)
-    for ref in refs:
-        (folder / "refs").mkdir(exist_ok=True)
-        (folder / "refs" / ref).write_text(commit)
-    return folder / "snapshots" / commit
-
-
-@pytest.fixture
-def pythia(hub_cache, checkpoint, tmp_path):
-    """pythia-70m at two revisions in the hub cache; returns the commits."""
-    other_weights = tiny.make_checkpoint("neox", tmp_path / "early", seed=5)
-    in_hub_cache(hub_cache, "EleutherAI/pythia-70m", checkpoint("neox"), "a" * 40, "main")
-    in_hub_cache(hub_cache, "EleutherAI/pythia-70m", other_weights, "b" * 40, "step1000")
-    return "a" * 40, "b" * 40
-
-
-def test_revisions(pythia, load, no_network):
-    main = load_model("pythia-70m", device="cpu")
-    early = load_model("pythia-70m", revision="step1000", device="cpu")
-    assert (main.revision, early.revision) == pythia
-    assert main.source == early.source == "EleutherAI/pythia-70m"
-    assert main.name == "pythia-70m"
-    assert early.describe()["revision"] == "b" * 40
-    expected = logits_of(load("neox")[0], [3, 4])
-    assert torch.equal(logits_of(main, [3, 4]), expected)
-    assert not torch.allclose(logits_of(early, [3, 4]), expected)
-    by_commit = load_model("EleutherAI/pythia-70m", revision="b" * 40, device="cpu")
-    assert torch.equal(logits_of(by_commit, [3, 4]), logits_of(early, [3, 4]))
-
-
-def test_a_revision_that_is_not_there(pythia, no_network):
-    message = refused("'step7'", "HF_HUB_OFFLINE", folder="pythia-70m", revision="step7")
-    assert "main, step1000" in message
-
-
-def test_offline_never_asks(pythia, monkeypatch):
-    monkeypatch.setattr(hub, "reachable", lambda: pytest.fail("asked the hub"))
-    load_model("pythia-70m", device="cpu", offline=True)
-    refused("--offline", folder="pythia-160m", offline=True)
-    refused("--offline", folder="pythia-70m", revision="step2", offline=True)
-
-
-def test_a_download_that_was_cut_short_is_not_used(pythia, hub_cache):
-    folder = hub_cache / "models--EleutherAI--pythia-70m/snapshots" / pythia[0]
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    refused("not in the local cache", folder="pythia-70m")
-
-
-def test_pickles_in_the_hub_cache(pythia, hub_cache):
-    folder = hub_cache / "models--EleutherAI--pythia-70m/snapshots" / pythia[0]
-    torch.save(weights_of(folder), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    refused("pickle", "--allow-pickle", folder="pythia-70m")
-    load_model("pythia-70m", device="cpu", allow_pickle=True)
-
-
-def test_gpt2_under_its_owners_name(hub_cache, checkpoint):
-    in_hub_cache(hub_cache, "openai-community/gpt2", checkpoint("gpt2"), "c" * 40, "main")
-    assert load_model("gpt2", device="cpu").source == "openai-community/gpt2"
-
-
-# Asking the hub
-
-
-@pytest.fixture
-def fresh_hub(monkeypatch):
-    """Nothing asked yet, and asking allowed."""
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    asked = hub.reachable
-    asked.cache_clear()
-    yield
-    asked.cache_clear()
-
-
-def test_a_silent_network_costs_a_moment_once(fresh_hub, monkeypatch):
-    import time
-    import urllib.request
-
-    asked = []
-
-    def hang(*_args, **_more):
-        asked.append(1)
-        time.sleep(2)
-
-    monkeypatch.setattr(urllib.request, "urlopen", hang)
-    began = time.monotonic()
-    assert not hub.reachable(timeout=0.2)
-    assert not hub.reachable(timeout=0.2)
-    assert time.monotonic() - began < 5
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize(("status", "answers"), [(200, True), (404, True), (503, False), (407, False)])
-def test_what_counts_as_an_answer(fresh_hub, monkeypatch, status, answers):
-    import http.server
-    import threading
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_args):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(hub, "endpoint", lambda: f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    try:
-        assert hub.reachable() == answers
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_an_error_of_the_hub_is_one_line(fresh_hub, hub_cache, monkeypatch):
-    from huggingface_hub import HfApi, errors
-
-    monkeypatch.setattr(hub, "reachable", lambda: True)
-
-    def info(error):
-        def call(*_args, **_more):
-            raise error
-
-        monkeypatch.setattr(HfApi, "model_info", call)
-
-    response = __import__("types").SimpleNamespace(headers={}, request=None, status_code=404)
-    info(errors.RevisionNotFoundError("404\nmore", response=response))
-    refused("has no revision 'step9'", folder="pythia-70m", revision="step9")
-    info(errors.RepositoryNotFoundError("404\nmore", response=response))
-    refused("no folder 'some/model'", "knows no model", folder="some/model")
-    info(errors.GatedRepoError("403\nmore", response=response))
-    refused("gated", "hf auth login", folder="some/model")
-    info(OSError("first\nsecond"))
-    refused("first", folder="some/model")
-
-
-@pytest.mark.hub
-def test_a_revision_from_the_hub():
-    if not hub.reachable():
-        pytest.skip("no model hub answers here (HF_HUB_OFFLINE is set in the tests)")
-    with pytest.raises(InterpError, match="no revision 'step999999'"):
-        load_model("pythia-14m", revision="step999999")
-
-
-# The model that is taken when none is named
-
-
-@pytest.fixture
-def embedded(monkeypatch, checkpoint):
-    """The embedded model's place taken by a tiny one."""
-    folder = checkpoint("llama")
-    monkeypatch.setattr(names.assets, "fetch", lambda name, offline=False: folder)
-    return folder
-
-
-def test_default_is_gpt2_where_it_is_cached(hub_cache, checkpoint, embedded, no_network):
-    in_hub_cache(hub_cache, "gpt2", checkpoint("gpt2"), "d" * 40, "main")
-    found = names.resolve(None)
-    assert (found.name, found.source, found.revision) == ("gpt2", "gpt2", "d" * 40)
-    assert found.notices == []
-    assert names.resolve(None, offline=True).name == "gpt2"
-
-
-def test_default_is_the_embedded_model_without_a_hub(hub_cache, embedded, no_network):
-    found = names.resolve(None)
-    assert found.name == "smollm2-135m"
-    assert (found.bos_token_id, found.bos_default) == (0, True)
-    (notice,) = found.notices
-    assert "no model hub answered" in notice
-    assert "embedded smollm2-135m (instruct-tuned, 4-bit weights dequantised)" in notice
-    (notice,) = names.resolve(None, offline=True).notices
-    assert "--offline" in notice
-
-
-def test_default_is_fetched_where_the_hub_answers(hub_cache, checkpoint, embedded, monkeypatch):
-    monkeypatch.setattr(hub, "reachable", lambda: True)
-    monkeypatch.setattr(hub, "snapshot", lambda repo: (checkpoint("gpt2"), "e" * 40))
-    assert names.resolve(None).name == "gpt2"
-
-
-def test_default_when_the_hub_answers_but_does_not_deliver(hub_cache, embedded, monkeypatch):
-    def fail(repo):
-        raise InterpError("Fetching 'gpt2' failed: 401.")
-
-    monkeypatch.setattr(hub, "reachable", lambda: True)
-    monkeypatch.setattr(hub, "snapshot", fail)
-    found = names.resolve(None)
-    assert found.name == "smollm2-135m"
-    assert "Fetching 'gpt2' failed: 401" in found.notices[0]
-
-
-def test_default_ignores_a_gpt2_that_it_could_not_load(hub_cache, checkpoint, embedded):
-    folder = in_hub_cache(hub_cache, "gpt2", checkpoint("gpt2"), "d" * 40, "main")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert names.resolve(None).name == "smollm2-135m"
-
-
-def test_a_named_model_is_never_replaced(hub_cache, embedded):
-    refused("'gpt2' is not in the local cache", folder="gpt2")
-
-
 # Devices, types, and leaving things as they were
 
 
@@ -835,7 +547,9 @@ def test_sixteen_bits(load, checkpoint, dtype):
     assert model.dtype == getattr(torch, dtype)
     assert {p.dtype for p in model.bridge.original_model.parameters()} == {model.dtype}
     assert model.describe()["dtype"] == dtype
-    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=model.dtype)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint("llama"), dtype=model.dtype
+    )
     with torch.no_grad():
         expected = plain(torch.tensor([[3, 4, 5]])).logits[0]
     ours = logits_of(model, [3, 4, 5])
@@ -895,167 +609,3 @@ def test_loaded_within_inference_mode(checkpoint):
 
     text = load_text(tiny.corpus(2), model, documents=2, context=16)
     assert len(heads(model, text, progress=False).tables["heads"]) == 12
-
-
-# GGUF
-
-
-def write_gguf(path, quantised=None, tokenizer=True, bias=False, **extra):
-    """A tiny Llama as llama.cpp's converter writes it; returns the plain model of what it holds."""
-    with torch.random.fork_rng(devices=[]):
-        model = tiny.make_model(
-            "llama",
-            seed=3,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            intermediate_size=96,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-            rms_norm_eps=1e-5,
-        )
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_block_count(3)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(500.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(300)
-    if tokenizer:
-        own = tiny.make_tokenizer("gpt2")
-        by_id = sorted(own.get_vocab(), key=own.get_vocab().get)
-        merges = json.loads(own.backend_tokenizer.to_str())["model"]["merges"]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(extra.pop("pre", "gpt-2"))
-        writer.add_token_list(by_id)
-        writer.add_token_types([3 if t == tiny.END else 1 for t in by_id])
-        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(0)
-        writer.add_add_bos_token(False)
-    for key, value in extra.items():
-        writer.add_string(key.replace("__", "."), value)
-    names = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    parts = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    for i in range(3):
-        names |= {f"model.layers.{i}.{a}.weight": f"blk.{i}.{b}.weight" for a, b in parts.items()}
-    with torch.no_grad():
-        for name, weight in model.state_dict().items():
-            heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-            value = weight.numpy().copy()
-            if heads:  # llama.cpp rotates neighbours, transformers halves
-                value = value.reshape(heads, 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
-            if quantised is not None and value.ndim == 2:
-                packed = gguf.quants.quantize(value, quantised)
-                writer.add_tensor(names[name], packed, raw_dtype=quantised)
-                value = gguf.quants.dequantize(packed, quantised)
-            else:
-                writer.add_tensor(names[name], value)
-            if heads:
-                value = value.reshape(heads, -1, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
-            weight.copy_(torch.from_numpy(np.ascontiguousarray(value)))
-    if bias:
-        writer.add_tensor("blk.0.attn_q.bias", np.ones(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return model
-
-
-@pytest.mark.parametrize("kind", [None, "Q8_0", "Q4_1"])
-def test_gguf(tmp_path, cache, kind, no_network):
-    path = tmp_path / "my tiny.gguf"
-    plain = write_gguf(path, kind and gguf.GGMLQuantizationType[kind])
-    model = load_model(path, device="cpu")
-    assert (model.name, model.source, model.dtype) == ("my tiny", str(path), torch.float32)
-    assert (model.cfg.n_heads, model.cfg.n_kv_heads, model.cfg.d_mlp) == (4, 2, 96)
-    assert model.notices == []
-    ids = model.tokenizer("the river and a lamp").input_ids
-    assert ids == tiny.make_tokenizer("gpt2")("the river and a lamp").input_ids
-    ids = list(range(7, 47))
-    gap = (logits_of(model, ids).double() - oracle.logits(plain, ids)).abs().max()
-    assert gap < 1e-4
-    if kind:
-        whole = write_gguf(tmp_path / "other.gguf")
-        assert (oracle.logits(whole, ids) - oracle.logits(plain, ids)).abs().max() > 1e-2
-
-
-def test_gguf_is_converted_once_per_content(tmp_path, cache, monkeypatch, caplog):
-    path = tmp_path / "a.gguf"
-    write_gguf(path)
-    first = load_model(path, device="cpu")
-    shutil.copy(path, tmp_path / "b.GGUF")
-    from interp import checkpoint as module
-
-    convert = module._convert
-    monkeypatch.setattr(module, "_convert", lambda *_args: pytest.fail("converted again"))
-    second = load_model(tmp_path / "b.GGUF", device="cpu")
-    assert second.name == "b"
-    assert torch.equal(logits_of(first, [3, 4]), logits_of(second, [3, 4]))
-    (folder,) = (cache / "models").iterdir()
-    monkeypatch.setattr(module, "_convert", convert)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").write_bytes(b"cut short")
-    third = load_model(path, device="cpu")
-    assert torch.equal(logits_of(first, [3, 4]), logits_of(third, [3, 4]))
-    assert len(list((cache / "models").iterdir())) == 1
-
-
-def test_gguf_damage(tmp_path, cache):
-    path = tmp_path / "a.gguf"
-    write_gguf(path)
-    data = path.read_bytes()
-    for keep in (0, 3, 20, 3000, len(data) // 2, len(data) - 64):
-        path.write_bytes(data[:keep])
-        refused("a.gguf", folder=path)
-    path.write_text("just some text")
-    refused("not a GGUF file", folder=path)
-    noise = bytearray(data)
-    noise[4:64] = b"\xff" * 60
-    path.write_bytes(noise)
-    refused("a.gguf", folder=path)
-    assert not (cache / "models").exists() or not list((cache / "models").iterdir())
-
-
-def test_gguf_with_tensors_that_would_be_dropped(tmp_path, cache):
-    write_gguf(tmp_path / "a.gguf", bias=True)
-    refused("blk.0.attn_q.bias", folder=tmp_path / "a.gguf")
-
-
-def test_gguf_with_scaled_positions(tmp_path, cache):
-    write_gguf(tmp_path / "a.gguf", llama__rope__scaling__type="yarn")
-    refused("rotary", "llama.rope.scaling.type", folder=tmp_path / "a.gguf")
-
-
-def test_gguf_without_a_tokenizer(tmp_path, cache):
-    write_gguf(tmp_path / "a.gguf", tokenizer=False)
-    model = load_model(tmp_path / "a.gguf", device="cpu")
-    assert model.tokenizer is None
-    assert any("tokenizer" in notice for notice in model.notices)
-
-
-def test_gguf_with_a_tokenizer_that_is_a_guess(tmp_path, cache):
-    write_gguf(tmp_path / "a.gguf", pre="tekken")
-    for _ in range(2):  # from the cache too
-        (notice,) = load_model(tmp_path / "a.gguf", device="cpu").notices
-        assert "tekken" in notice

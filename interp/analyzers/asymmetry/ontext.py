@@ -22,7 +22,7 @@ KINDS = ("real", "centred", "content", "content_centred")
 """Scores as they are; row and column means removed; query and key at offset 0; both."""
 CONTROLS = ("offsets_removed", "content_offsets_removed", "same", "repaired")
 """Offset means removed too (of real, of content scores); keys := queries; keys of another KV head."""
-ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
+ELEMENTS = {"cpu": 2**16, "cuda": 2**26}
 """Entries of score matrices worked on at once in float64."""
 
 
@@ -90,59 +90,93 @@ def _step(model: Model) -> int:
 def of_layer(
     a: Attention, form: Form, included: Tensor, kinds: tuple[str, ...], elements: int
 ) -> Tensor:
-    """[batch, kind, head, 6] moments of one layer's scores, on the CPU; nan where not defined."""
-    n, heads, length, _ = a.scores.shape
-    step = max(1, elements // (heads * length * length))
-    made: list[Tensor] = []
-    for start in range(0, n, step):
-        part = _rows_of(a, slice(start, start + step))
-        inside = included[start : start + step]
-        made.append(torch.stack(_moments(part, form, inside, kinds), 1).cpu())
-    return torch.cat(made)
+    """[batch, kind, head, 6] moments of one layer's scores, on the CPU; nan where not defined.
+
+    Only the included positions are looked at: rows with the same ones are taken together, so that
+    no padding is worked on. (Rows of a power of two would also share cache lines.)
+    """
+    n, heads = a.scores.shape[:2]
+    out = torch.full((n, len(kinds), heads, pairs.N_MOMENTS), math.nan, dtype=torch.float64)
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for row, mask in enumerate(included.tolist()):
+        groups.setdefault(tuple(mask), []).append(row)
+    for mask, rows in groups.items():
+        at = torch.tensor(mask).nonzero()[:, 0]
+        if len(at) < 2:
+            out[rows] = 0.0  # no pairs
+            continue
+        step = max(1, elements // len(at) ** 2)
+        for start in range(0, len(rows) * heads, step):
+            block = range(start, min(start + step, len(rows) * heads))
+            row = torch.tensor([rows[i // heads] for i in block])
+            head = torch.tensor([i % heads for i in block])
+            out[row, :, head] = _Block(a, form, row, head, at).moments(kinds)
+    return out
 
 
-def _rows_of(a: Attention, at: slice) -> Attention:
-    def cut(x: Tensor) -> Tensor:
-        x = x[at] if x.shape[0] > 1 else x
-        return x.cpu() if x.device.type == "mps" else x  # which has no float64
+class _Block:
+    """Score matrices of some rows' heads at the included positions: [block, n, n] in float64."""
 
-    rotary = None if a.rotary is None else (cut(a.rotary[0]), cut(a.rotary[1]))
-    parts = {name: cut(getattr(a, name)) for name in ("scores", "mask", "q", "k", "v", "x")}
-    return Attention(layer=a.layer, rotary=rotary, k_heads=a.k_heads, **parts)
+    def __init__(self, a: Attention, form: Form, row: Tensor, head: Tensor, at: Tensor) -> None:
+        self.a, self.form, self.row, self.head, self.at = a, form, row, head, at
+        first, last = int(at[0]), int(at[-1])
+        self.cut: Any = slice(first, last + 1) if last - first + 1 == len(at) else at
 
+    def _wide(self, x: Tensor) -> Tensor:
+        return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
 
-def _moments(a: Attention, form: Form, included: Tensor, kinds: tuple[str, ...]) -> list[Tensor]:
-    included = included.to(a.scores.device)
-    unknown = torch.full((*a.scores.shape[:2], pairs.N_MOMENTS), math.nan, device=included.device)
+    def _scores(self) -> Tensor:
+        chosen = self.a.scores[self.row, self.head] if len(self.row) > 1 else None
+        if chosen is None:  # one matrix: no copy
+            chosen = self.a.scores[int(self.row), int(self.head)][None]
+        return self._wide(chosen[:, self.cut][:, :, self.cut])
 
-    def of(s: Tensor) -> Tensor:
-        return pairs.moments(s, included)
+    def _part(self, x: Tensor, head: Tensor | None = None) -> Tensor:
+        """[block, n, d_head] queries or keys."""
+        return self._wide(x[self.row, self.head if head is None else head][:, self.cut])
 
-    centred = pairs.centred(a.scores, included)
-    out = {"real": of(a.scores), "centred": of(centred)}
-    content: Tensor | None = a.scores
-    content_centred = centred
-    if not form.bilinear:
-        content = None
-    elif form.rotary:
-        content = form.content(a)
-        content_centred = pairs.centred(content, included)
-    out["content"] = out["real"] if content is a.scores else unknown
-    out["content_centred"] = out["centred"] if content is a.scores else unknown
-    if content is not None and content is not a.scores:
-        out |= {"content": of(content), "content_centred": of(content_centred)}
-    if "same" in kinds:
-        out["offsets_removed"] = of(pairs.without_offsets(centred, included))
-        out |= dict.fromkeys(("content_offsets_removed", "same", "repaired"), unknown)
-        if content is not None:
-            same = pairs.without_offsets(content_centred, included)
-            out["content_offsets_removed"] = of(same)
-            out["same"] = of(pairs.centred(a.q @ a.q.transpose(-1, -2), included))
-    if "same" in kinds and content is not None and a.k_heads > 1:
-        group = a.q.shape[1] // a.k_heads
-        other = a.k.roll(-group, dims=1)  # the next KV head's keys
-        out["repaired"] = of(pairs.centred(a.q @ other.transpose(-1, -2), included))
-    return [out[kind].double() for kind in kinds]
+    def moments(self, kinds: tuple[str, ...]) -> Tensor:
+        """[block, kind, 6] on the CPU."""
+        s = self._scores()
+        t = pairs.sums(s)
+        out = {"real": pairs.moments(t), "centred": pairs.moments(t, centred=True)}
+        out |= {"content": out["real"], "content_centred": out["centred"]}
+        unknown = torch.full_like(out["real"], math.nan)
+        content = s
+        if not self.form.bilinear:
+            out |= {"content": unknown, "content_centred": unknown}
+        elif self.form.rotary:
+            q, k = self._part(self.a.q), self._part(self.a.k)
+            content = (q @ k.transpose(-1, -2)) * self.form.scale
+            t = pairs.sums(content)
+            out["content"] = pairs.moments(t)
+            out["content_centred"] = pairs.moments(t, centred=True)
+        if "same" in kinds:
+            out["offsets_removed"] = self._plain(pairs.without_offsets(pairs.centred(s), self._at(s)))
+            out |= dict.fromkeys(("content_offsets_removed", "same", "repaired"), unknown)
+            if self.form.bilinear:
+                out |= self._controls(content)
+        return torch.stack([out[kind] for kind in kinds], 1).cpu()
+
+    def _at(self, s: Tensor) -> Tensor:
+        return self.at.to(s.device)
+
+    def _plain(self, s: Tensor) -> Tensor:
+        return pairs.moments(pairs.sums(s))
+
+    def _controls(self, content: Tensor) -> dict[str, Tensor]:
+        free = pairs.without_offsets(pairs.centred(content), self._at(content))
+        q = self._part(self.a.q)
+        same = pairs.sums(q @ q.transpose(-1, -2))
+        out = {
+            "content_offsets_removed": self._plain(free),
+            "same": pairs.moments(same, centred=True),
+        }
+        if self.a.k_heads > 1:  # the next KV head's keys
+            heads = self.a.q.shape[1]
+            other = self._part(self.a.k, (self.head + heads // self.a.k_heads) % heads)
+            out["repaired"] = pairs.moments(pairs.sums(q @ other.transpose(-1, -2)), centred=True)
+        return out
 
 
 @dataclass

@@ -1,10 +1,13 @@
 """Does i ask j as j asks i? Pearson correlation of S_ij with S_ji over pairs i > j.
 
-Pure functions of score matrices [..., pos, pos] (query first, no causal mask) and of which
-positions are included [..., pos]; float64 sums, so that rows and batches add up.
+Pure functions of score matrices [..., n, n] (query first, no causal mask) of the n included
+positions of one document, in float64. A correlation is kept as six sums (`moments`), so that the
+windows of a document add up.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,25 +18,77 @@ FEWEST = 3
 """Pairs of a document below which there is no correlation (two always give 1 or -1)."""
 
 
-def moments(scores: Tensor, included: Tensor) -> Tensor:
-    """[..., 6] float64: pairs, and sums of x, y, x^2, y^2, xy, x = S_ij and y = S_ji over i > j.
+@dataclass
+class Sums:
+    """All that both correlations of a score matrix need, read off it in a few passes.
 
-    Args:
-        scores: [..., head, pos, pos]; anything finite outside the included positions.
-        included: [..., pos] bool.
+    row, column: [..., n] sums over the whole row and column.
+    row_low, column_low: [..., n] over the part below the diagonal.
+    diagonal: [..., n].
+    square, square_low, cross: [...] sums of S_ij^2 (all, below) and of S_ij S_ji (all).
     """
-    wide = scores.double().flatten(-2)
-    turned = scores.double().transpose(-1, -2).flatten(-2)
-    pairs = (included[..., :, None] & included[..., None, :]).tril(-1)
-    low = pairs.double()
-    both = torch.stack([low, low.transpose(-1, -2)], -1).flatten(-3, -2)  # [..., pos * pos, 2]
-    first = wide @ both
-    second = wide.square() @ both
-    cross = ((wide * turned) @ both[..., :1])[..., 0]
-    count = low.sum((-1, -2))[..., None].expand(cross.shape)
-    return torch.stack(
-        [count, first[..., 0], first[..., 1], second[..., 0], second[..., 1], cross], -1
+
+    row: Tensor
+    column: Tensor
+    row_low: Tensor
+    column_low: Tensor
+    diagonal: Tensor
+    square: Tensor
+    square_low: Tensor
+    cross: Tensor
+
+
+def sums(s: Tensor) -> Sums:
+    """Of score matrices [..., n, n] in float64."""
+    low = s.tril(-1)
+    flat, flat_low = s.flatten(-2), low.flatten(-2)
+    return Sums(
+        row=s.sum(-1),
+        column=s.sum(-2),
+        row_low=low.sum(-1),
+        column_low=low.sum(-2),
+        diagonal=s.diagonal(dim1=-2, dim2=-1),
+        square=_dot(flat, flat),
+        square_low=_dot(flat_low, flat_low),
+        cross=(s * s.transpose(-1, -2)).sum((-1, -2)),
     )
+
+
+def moments(t: Sums, centred: bool = False) -> Tensor:
+    """[..., 6]: pairs, and sums of x, y, x^2, y^2, xy over i > j, with x = S_ij and y = S_ji.
+
+    With centred, of S_ij - a_i - b_j instead: the mean of each row and of each column taken away
+    (see `centred`), worked out from the same sums.
+    """
+    n = t.row.shape[-1]
+    row_up, column_up = t.row - t.row_low - t.diagonal, t.column - t.column_low - t.diagonal
+    own = t.diagonal.square().sum(-1)
+    x, y = t.row_low.sum(-1), row_up.sum(-1)
+    xx, yy, xy = t.square_low, t.square - t.square_low - own, (t.cross - own) / 2
+    if centred:
+        b = t.column / n
+        a = t.row / n - b.mean(-1, keepdim=True)
+        before = torch.arange(n, dtype=a.dtype, device=a.device)  # of a position: how many j < i
+        after = n - 1 - before
+        x = x - _dot(a, before) - _dot(b, after)
+        y = y - _dot(a, after) - _dot(b, before)
+        xx = xx - 2 * _dot(a, t.row_low) - 2 * _dot(b, t.column_low)
+        xx = xx + _dot(a * a, before) + _dot(b * b, after) + 2 * _below(a, b)
+        yy = yy - 2 * _dot(a, row_up) - 2 * _dot(b, column_up)
+        yy = yy + _dot(a * a, after) + _dot(b * b, before) + 2 * _below(b, a)
+        xy = xy - _dot(a, t.column_low + column_up) - _dot(b, t.row_low + row_up)
+        xy = xy + _below(a, a) + _below(b, b) + (n - 1) * _dot(a, b)
+    count = torch.full_like(x, n * (n - 1) / 2)
+    return torch.stack([count, x, y, xx, yy, xy], -1)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("...i,...i->...", a, b.expand_as(a))
+
+
+def _below(u: Tensor, v: Tensor) -> Tensor:
+    """Sum of u_i v_j over i > j."""
+    return _dot(u, v.cumsum(-1) - v)
 
 
 def correlation(m: Tensor) -> Tensor:
@@ -45,33 +100,38 @@ def correlation(m: Tensor) -> Tensor:
     return torch.where(flat, torch.full_like(r, torch.nan), r.clamp(-1, 1))
 
 
-def centred(scores: Tensor, included: Tensor) -> Tensor:
-    """Row and column means removed, over all included-by-included cells, the diagonal among them.
+def centred(s: Tensor) -> Tensor:
+    """[..., n, n] less the mean of each row and of each column, the diagonal counted in both.
 
     What is left does not change when a constant is added to a row (which softmax ignores, so that
     the model does not determine it) or to a column (how much a token is attended to by all).
     """
-    inside = (included[..., :, None] & included[..., None, :])[..., None, :, :]
-    n = included.sum(-1).clamp(min=1)[..., None, None, None].double()
-    s = torch.where(inside, scores.double(), 0.0)
-    rows, columns = s.sum(-1, keepdim=True) / n, s.sum(-2, keepdim=True) / n
-    return torch.where(inside, s - rows - columns + rows.sum(-2, keepdim=True) / n, 0.0)
+    rows, columns = s.mean(-1, keepdim=True), s.mean(-2, keepdim=True)
+    return s - rows - columns + rows.mean(-2, keepdim=True)
 
 
-def without_offsets(scores: Tensor, included: Tensor) -> Tensor:
-    """The mean over included cells of each offset i - j removed as well, before and after apart."""
-    inside = (included[..., :, None] & included[..., None, :])[..., None, :, :]
-    s, size = torch.where(inside, scores.double(), 0.0), scores.shape[-1]
-    means = _by_offset(s) / _by_offset(inside.double()).clamp(min=1)
-    place = torch.arange(size, device=s.device)
-    place = place[:, None] - place[None, :] + size - 1
-    return torch.where(inside, s - means[..., place], 0.0)
+def without_offsets(s: Tensor, at: Tensor) -> Tensor:
+    """[..., n, n] less the mean of each offset i - j, earlier and later apart.
+
+    Args:
+        s: score matrices.
+        at: [n] positions in the document.
+    """
+    size = int(at[-1] - at[0]) + 1
+    place = at[:, None] - at[None, :] + size - 1
+    count = torch.bincount(place.flatten(), minlength=2 * size - 1).to(s)
+    if size == len(at):
+        total = _by_offset(s)
+    else:  # special tokens in between
+        total = torch.zeros(*s.shape[:-2], 2 * size - 1, dtype=s.dtype, device=s.device)
+        total.index_add_(-1, place.flatten(), s.flatten(-2))
+    return s - (total / count.clamp(min=1))[..., place]
 
 
-def _by_offset(cells: Tensor) -> Tensor:
-    """[..., 2 pos - 1] sums of [..., pos, pos] over cells of equal i - j, from 1 - pos up."""
-    size = cells.shape[-1]
-    # Columns turned round and padded to 2 pos, then laid out in rows of 2 pos - 1: each row slides
-    # one further, and what had equal i - j stands in one column.
-    flat = F.pad(cells.flip(-1), (0, size)).flatten(-2)[..., : size * (2 * size - 1)]
-    return flat.unflatten(-1, (size, 2 * size - 1)).sum(-2)
+def _by_offset(s: Tensor) -> Tensor:
+    """[..., 2 n - 1] sums of [..., n, n] over cells of equal i - j, from 1 - n up."""
+    n = s.shape[-1]
+    # Columns turned round and padded to 2 n, then laid out in rows of 2 n - 1: each row slides one
+    # further, and what had equal i - j stands in one column.
+    flat = F.pad(s.flip(-1), (0, n)).flatten(-2)[..., : n * (2 * n - 1)]
+    return flat.unflatten(-1, (n, 2 * n - 1)).sum(-2)

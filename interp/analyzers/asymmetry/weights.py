@@ -22,8 +22,8 @@ SHIFTS = 8
 """Re-pairings per layer, at most: each gives every query head another KV head's keys."""
 GAUSSIAN = 64
 """Gaussian pairs of matrices behind the second null."""
-ZERO = 1e-9
-"""What counts as zero, relative to the largest: of eigenvalues, and of A's antisymmetric part."""
+ZERO = 1e-6
+"""What counts as zero, relative to the largest: float32 weights hold no more."""
 CHUNK = 2**17
 """Elements of a stack of matrices [head, d_model, d_head] worked on at once."""
 
@@ -250,7 +250,9 @@ class Layer:
         made = {"symmetry": symmetry, "stable_rank": stable_rank, "positive_real": positive_real}
         made |= {"antisymmetric_rank": antisymmetric_rank}
         out = {name: made[name](self.grams) for name in names if name in made}
-        return out | {"directionality": torch.cat(self.direction)}
+        if "directionality" in names:
+            out["directionality"] = torch.cat(self.direction)
+        return out
 
     def repaired(self, rng: np.random.Generator) -> Tensor:
         """[pair] symmetry of Q of every head with K of another KV head; empty where there is one.
