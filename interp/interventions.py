@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from interp import hooks
 from interp.errors import InterpError
@@ -29,7 +31,9 @@ def by_layer(heads: Iterable[Head]) -> dict[int, list[int]]:
 
 
 def replaced(
-    heads: Sequence[int], value: torch.Tensor | float, where: torch.Tensor | None = None
+    heads: Sequence[int],
+    value: Tensor | float,
+    where: Bool[Tensor, "batch pos"] | None = None,
 ) -> Edit:
     """z with some heads replaced.
 
@@ -40,10 +44,10 @@ def replaced(
     """
     index = list(heads)
 
-    def edit(z: torch.Tensor) -> torch.Tensor:
+    def edit(z: Tensor) -> Tensor:
         new = z.clone()
         if where is None:
-            new[:, :, index] = value.to(z) if isinstance(value, torch.Tensor) else value
+            new[:, :, index] = value.to(z) if isinstance(value, Tensor) else value
         else:
             at = where[:, :, None, None]
             new[:, :, index] = torch.where(at, torch.as_tensor(value).to(z), z[:, :, index])
@@ -57,7 +61,9 @@ def removed(heads: Sequence[int]) -> Edit:
     return replaced(heads, 0.0)
 
 
-def removals(heads: Iterable[Head], means: torch.Tensor | None = None) -> dict[int, Edit]:
+def removals(
+    heads: Iterable[Head], means: Float[Tensor, "layer head d_head"] | None = None
+) -> dict[int, Edit]:
     """Edits that remove heads, per layer.
 
     Args:
@@ -73,7 +79,7 @@ def removals(heads: Iterable[Head], means: torch.Tensor | None = None) -> dict[i
 
 @contextlib.contextmanager
 def ablate(
-    model: Model, heads: Iterable[Head], means: torch.Tensor | None = None
+    model: Model, heads: Iterable[Head], means: Float[Tensor, "layer head d_head"] | None = None
 ) -> Iterator[None]:
     """Remove heads for the duration of the block (zero, or their mean where `means` is given).
 

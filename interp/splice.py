@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from interp import hooks
@@ -31,7 +33,7 @@ from interp.text import Text, TokenBatch
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29, "mps": 2**27}
 SELF_CHECK_NATS = 1e-4
 
-Edit = Callable[[torch.Tensor], torch.Tensor]
+Edit = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
 """z [batch, pos, head, d_head] -> its replacement; must not write to its argument."""
 
 
@@ -43,16 +45,16 @@ class Scores:
     kl: sum over the same tokens of KL(clean || this run), in nats; None without a reference.
     """
 
-    loss: torch.Tensor
-    kl: torch.Tensor | None
+    loss: Float64[Tensor, " batch"]
+    kl: Float64[Tensor, " batch"] | None
 
 
 @dataclass
 class Reference:
     """The clean next-token distributions of a batch, for KL."""
 
-    probabilities: torch.Tensor  # [predicted, vocab]
-    negative_entropy: torch.Tensor  # [predicted]
+    probabilities: Float[Tensor, "predicted vocab"]
+    negative_entropy: Float[Tensor, " predicted"]
 
 
 class Reader:
@@ -66,27 +68,27 @@ class Reader:
         keep_reference: bool = False,
     ) -> None:
         self.model, self.batch, self.reference = model, batch, reference
-        self.keep: list[torch.Tensor] | None = [] if keep_reference else None
+        self.keep: list[Tensor] | None = [] if keep_reference else None
         self.index = batch.predicted.flatten().nonzero()[:, 0]
         self.targets = batch.targets.flatten()[self.index]
         width = model.cfg.vocab_rows * 4
         self.chunk = max(16, CHUNK_BYTES.get(model.device.type, 2**26) // width)
         self.unembed = _unembed(model)
-        self.nll: torch.Tensor | None = None
-        self.kl: torch.Tensor | None = None
+        self.nll: Tensor | None = None
+        self.kl: Tensor | None = None
 
-    def __call__(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
+    def __call__(
+        self, hidden: Float[Tensor, "batch pos d_model"], **_: Any
+    ) -> Float[Tensor, "batch pos 1"]:
         """[batch, pos, d_model] final normed hidden states; returns a stand-in for the logits."""
         self._score(hidden, self.unembed)
         return hidden[..., :1]
 
-    def from_logits(self, logits: torch.Tensor) -> None:
+    def from_logits(self, logits: Float[Tensor, "batch pos vocab"]) -> None:
         """[batch, pos, vocab]: for models that change logits after the unembedding."""
         self._score(logits, lambda x: x)
 
-    def _score(
-        self, source: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def _score(self, source: Tensor, to_logits: Callable[[Tensor], Tensor]) -> None:
         flat = source.reshape(-1, source.shape[-1])
         nll, kl = [], []
         for start in range(0, len(self.index), self.chunk):
@@ -106,7 +108,7 @@ class Reader:
         assert self.nll is not None, "the model never reached its unembedding"
         return Scores(self._by_row(self.nll), None if self.kl is None else self._by_row(self.kl))
 
-    def _by_row(self, values: torch.Tensor) -> torch.Tensor:
+    def _by_row(self, values: Float[Tensor, " predicted"]) -> Float64[Tensor, " batch"]:
         rows = self.index // self.batch.tokens.shape[1]
         if values.device.type == "mps":  # which has no float64
             rows, values = rows.cpu(), values.cpu()
@@ -122,7 +124,7 @@ class Reader:
         return Reference(probabilities, torch.einsum("tv,tv->t", probabilities, logp))
 
 
-def _unembed(model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+def _unembed(model: Model) -> Callable[[Tensor], Tensor]:
     linear = model.bridge.unembed.original_component
     if type(linear) is not torch.nn.Linear:
         return linear
@@ -153,7 +155,7 @@ class Clean:
     batch: TokenBatch
     scores: Scores
     reference: Reference | None
-    z: list[torch.Tensor]  # per layer [batch, pos, head, d_head], edits applied
+    z: list[Tensor]  # per layer [batch, pos, head, d_head], edits applied
     blocks: list[Any]  # per layer: what the block returned
     attention: list[Any]  # per layer: what the attention returned, tensors but the first dropped
     mlp: list[Any] | None  # per layer: what the MLP returned (parallel blocks only)
@@ -169,7 +171,7 @@ def run_clean(model: Model, batch: TokenBatch, *, kl: bool = False) -> Clean:
     n = model.cfg.n_layers
     run = Clean(
         batch=batch,
-        scores=Scores(torch.empty(0), None),
+        scores=Scores(torch.empty(0, dtype=torch.float64), None),
         reference=None,
         z=[torch.empty(0)] * n,
         blocks=[None] * n,
@@ -189,7 +191,7 @@ def _recorded(model: Model, run: Clean, first: int = 0) -> Iterator[None]:
     """Fill a run's records from layer `first` on, as its z is once all other hooks are done."""
 
     def keep_z(layer: int) -> hooks.Hook:
-        def keep(tensor: torch.Tensor) -> None:
+        def keep(tensor: Tensor) -> None:
             run.z[layer] = tensor
 
         return keep
@@ -316,7 +318,7 @@ def usable(model: Model, text: Text) -> bool:
     return model.splices
 
 
-def check_finite(values: torch.Tensor, what: str) -> None:
+def check_finite(values: Tensor, what: str) -> None:
     """Stop with a message on NaN or infinity."""
     if not bool(torch.isfinite(values).all()):
         raise InterpError(
@@ -332,7 +334,7 @@ def _shell(output: Any) -> Any:
     """A tuple's rest without its tensors (attention patterns are large), or None for a tensor."""
     if not isinstance(output, tuple):
         return None
-    return tuple(None if isinstance(part, torch.Tensor) else part for part in output[1:])
+    return tuple(None if isinstance(part, Tensor) else part for part in output[1:])
 
 
 def _constant(value: Any) -> Callable[..., Any]:

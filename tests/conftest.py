@@ -8,7 +8,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs where there is 
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["interp.text", "interp.reducers"], "beartype.beartype")
+install_import_hook(
+    ["interp.text", "interp.reducers", "interp.splice", "interp.interventions"], "beartype.beartype"
+)
 
 import pytest
 from hypothesis import settings
