@@ -101,6 +101,9 @@ def test_the_curve_is_the_oracles(exact, family):
             delta = oracle.document_losses(edited, chosen) - clean
             assert row["loss_delta"] == pytest.approx(delta.mean(), abs=1e-5)
             assert row["loss"] == pytest.approx(clean.mean() + delta.mean(), abs=1e-5)
+            half = 3.182446 * delta.std(ddof=1) / 2  # t(3), 97.5%, four documents
+            assert row["ci_low"] == pytest.approx(delta.mean() - half, abs=1e-5)
+            assert row["ci_high"] == pytest.approx(delta.mean() + half, abs=1e-5)
 
 
 def test_the_exact_order_comes_from_documents_that_the_curve_does_not_use(exact, load, corpus):
@@ -171,6 +174,29 @@ def test_windows_of_one_document_are_one_unit(load):
         xi.append(abs(np.average(slopes, weights=weights)))
     assert result.summary["scored_loss"] == pytest.approx(np.mean(losses), abs=1e-5)
     assert grid(result, "importance")[1, 2] == pytest.approx(np.mean(xi), rel=1e-3)
+    # mean ablation leaves out all windows of the own document
+    head, values = (1, 2), []
+    special = text.special_ids
+    included = [[oracle.included(w, special) for w in d.windows] for d in text.documents]
+    z = [[oracle.z(plain, w) for w in d.windows] for d in text.documents]
+    for i, document in enumerate(text.documents):
+        others = [
+            z[j][w][:, included[j][w]]
+            for j, other in enumerate(text.documents)
+            if j != i
+            for w in range(len(other.windows))
+        ]
+        values.append(np.concatenate(others, axis=1).mean(1))
+        assert len(document.windows) == len(z[i])
+    deltas = []
+    for i, document in enumerate(text.documents):
+        windows = document.windows
+        changed = oracle.replaced_losses(
+            plain, windows, [head], [values[i]] * len(windows), special_ids=special
+        )
+        weights = [len(w) - 1 for w in windows]
+        deltas.append(np.average(changed, weights=weights) - losses[i])
+    assert grid(result, "loss_delta_mean")[head] == pytest.approx(np.mean(deltas), abs=1e-5)
     whole = run(model, text, exact=True, batch_size=64)
     pd.testing.assert_frame_equal(whole.tables["heads"], result.tables["heads"], rtol=0, atol=1e-5)
 
@@ -187,6 +213,14 @@ def test_resampling_donors_depend_on_document_and_seed_only(load, corpus):
 
     donors = Donors(model, text, 0)
     assert all(donor != i for i, donor in enumerate(donors.of))
+    lengths = [len(d.windows[0]) for d in text.documents]
+    assert all(
+        lengths[donor] >= lengths[i] or lengths[i] == max(lengths)
+        for i, donor in enumerate(donors.of)
+    )
+    places = [5, 2, 7, 0, 1, 6, 4, 3]  # the same documents elsewhere have the same donors
+    moved = Donors(model, text.subset(places), 0)
+    assert [places[donor] for donor in moved.of] == [donors.of[place] for place in places]
     ids = [d.windows[0] for d in text.documents]
     clean = oracle.document_losses(plain, ids)
     head = (1, 4)
@@ -202,6 +236,42 @@ def test_resampling_donors_depend_on_document_and_seed_only(load, corpus):
     losses = oracle.replaced_losses(plain, ids, [head], values, special_ids=text.special_ids)
     row = one[(one["layer"] == 1) & (one["head"] == 4)].iloc[0]
     assert row["loss_delta"] == pytest.approx((losses - clean).mean(), abs=1e-5)
+
+
+def test_a_windows_donor_is_the_same_window_of_the_donor(load):
+    from interp.analyzers.heads.standins import Donors
+
+    model, plain = load("gpt2")
+    text = load_text(tiny.corpus(6), model, documents=6, context=16, windows=True)
+    donors = Donors(model, text, 0)
+    with model.measuring():
+        batch = next(iter(text.batches(64)))
+        z = donors.z(batch)[1]
+    several = 0
+    for i, (row, nth) in enumerate(zip(batch.rows.tolist(), batch.window.tolist(), strict=True)):
+        donor = text.documents[donors.of[row]]
+        window = donor.windows[nth % len(donor.windows)]
+        several += nth % len(donor.windows) > 0
+        at = np.flatnonzero(oracle.included(window, text.special_ids))
+        mine = batch.included[i].nonzero()[:, 0].tolist()
+        expected = oracle.z(plain, window)[1][[at[t % len(at)] for t in range(len(mine))]]
+        np.testing.assert_allclose(z[i, mine].numpy(), expected, atol=1e-4)
+    assert several > 2
+
+
+def test_random_orders_differ_by_seed_and_only_by_seed(load, corpus):
+    model, _ = load("gpt2")
+    text = load_text(corpus, model, documents=8, context=64)
+
+    def losses(seed):
+        table = run(model, text, prune=True, step=1.0, seed=seed).tables["prune"]
+        table = table.query("order == 'random' and 0 < n_pruned < 12")
+        return table.pivot(index="seed", columns="n_pruned", values="loss_delta").to_numpy()
+
+    first, again, other = losses(0), losses(0), losses(1)
+    assert first.shape[0] == 5 and len(np.unique(first.round(6), axis=0)) == 5
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other, atol=1e-4)
 
 
 def test_importance_token_is_the_mean_over_included_positions(load, corpus):
@@ -453,6 +523,22 @@ def test_prunable_where_the_curve_never_or_at_once_crosses():
     assert once.wanted(3) == [] and once.prunable(once.curves()["mean"], 0.05) == 0
 
 
+def test_prunable_at_the_intervals_ends():
+    from interp.analyzers.heads.tables import _prunable
+
+    # Four documents, interval of half width t(3) * sd / 2 = 0.012; the mean rises 0.005 a head.
+    spread = 0.012 * np.sqrt(3) / 3.182446 * np.array([-1, -1, 1, 1])
+    made = order_with({0: 0.0}, [0, 10, 20])
+    for n in range(1, 21):
+        made.points[n] = 0.005 * n + spread
+    found = _prunable([made])
+    assert found["prunable"]["importance"]["0.05"] == 10 / 20
+    assert found["prunable_low"]["importance"]["0.05"] == 7 / 20  # 8 heads: 0.04 + 0.012
+    assert found["prunable_high"]["importance"]["0.05"] == 12 / 20  # 13 heads: 0.065 - 0.012
+    assert found["prunable"]["importance"]["0.01"] == 2 / 20
+    assert found["prunable_low"]["importance"]["0.01"] == 0
+
+
 def test_units_and_their_importance():
     assert curve.units(2, 4, 2) == [
         ((0, 0), (0, 1)),
@@ -466,3 +552,29 @@ def test_units_and_their_importance():
     np.testing.assert_allclose(
         curve.normalised(np.array([[3.0, 4.0], [0.0, 0.0]])), [[0.6, 0.8], [0, 0]]
     )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+@pytest.mark.parametrize("size", [3, 8])
+def test_growing_one_unit_at_a_time_is_measuring_anew(load, corpus, family, size):
+    """In one batch and in several, in steps of one and of several units, forth and back."""
+    from interp.analyzers.heads import measure
+
+    model, plain = load(family)
+    text = load_text(corpus, model, documents=8, context=64)
+    ids = [d.windows[0] for d in text.documents]
+    clean = oracle.document_losses(plain, ids)
+    units = [((2, 1),), ((0, 3),), ((1, 0),), ((0, 0),), ((2, 2),), ((1, 2),), ((0, 1),)]
+    order = curve.Order("importance", None, units, [0, 7])
+    with model.measuring():
+        growing = measure.Growing(model, text, size, None)
+        assert growing.single == (size == 8)
+        found = {}
+        other = curve.Order("raw", None, units[::-1], [0, 7])
+        for counts in ([1], [2, 3], [6], [4, 5, 7]):
+            found |= growing.measure(order, counts)
+            growing.measure(other, [counts[0] // 2 + 1])  # another order's runs are its own
+    for n, delta in found.items():
+        edited = oracle.edited(plain, list(order.removal(n).heads))
+        expected = oracle.document_losses(edited, ids) - clean
+        np.testing.assert_allclose(delta, expected, atol=1e-5, err_msg=str(n))
