@@ -8,8 +8,8 @@
 
 One head per layer is timed, since all heads of a layer cost the same: the sum over layers times the
 heads of a layer, plus one clean run per batch, is the time over all heads. At every layer the
-three run one after another, in turning order. interp is its own sweep; only its clean run is handed to it ready made,
-and timed by itself.
+three run one after another, in turning order. interp is its own sweep; only its clean run is handed
+to it ready made, and timed by itself.
 """
 
 from __future__ import annotations

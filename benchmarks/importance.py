@@ -50,7 +50,7 @@ def compare(model: Model, name: str, options: Options) -> Row:
             ratios.append(time.wall / two_passes.wall)
             cpu.append(time.cpu / two_passes.cpu)
             gap = max(gap, float(np.abs(mine.xi - theirs).max()))
-    note = f"{name}: 2 batches of {size}; the  largest |dL/dxi| is {np.abs(theirs).max():.0e} nats."
+    note = f"{name}: 2 batches of {size}; the largest |dL/dxi| is {np.abs(theirs).max():.0e} nats."
     return Row(name, "interp / two passes", ratios, cpu, at_most=AT_MOST, gap=gap, notes=[note])
 
 

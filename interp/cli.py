@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +38,7 @@ def _flat(heading: str) -> Parameter:
 
 
 def _default(value: Any) -> str | None:
-    return None if value is None or isinstance(value, bool) else str(value)
+    return None if value in (None, ()) or isinstance(value, bool) else str(value)
 
 
 app = App(
@@ -131,7 +131,7 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
     def command(
         *,
         options: Any = None,
-        model: Annotated[ModelOptions | None, _flat("Model")] = None,
+        model: Any = None,
         text: Annotated[TextOptions | None, _flat("Text")] = None,
         output: Annotated[OutputOptions | None, _flat("Output")] = None,
     ) -> int:
@@ -139,13 +139,16 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
             name,
             analyzer,
             options or analyzer.config(),
-            model or ModelOptions(),
+            model or analyzer.models(),
             text or TextOptions(),
             output or OutputOptions(),
         )
 
     command.__doc__ = analyzer.help
-    command.__annotations__ |= {"options": Annotated[analyzer.config | None, _flat("Measure")]}
+    command.__annotations__ |= {
+        "options": Annotated[analyzer.config | None, _flat("Measure")],
+        "model": Annotated[analyzer.models | None, _flat("Model")],
+    }
     app.command(command, name=name)
 
 
@@ -179,30 +182,42 @@ def _measured(
     from interp.model import load_model
     from interp.text import load_text
 
-    wanted = asdict(model_options)
-    model = load_model(wanted.pop("model"), **wanted)
-    for notice in model.notices:
-        logger.info(notice)
-    text = load_text(
-        model=model,
-        seed=config.seed,
-        offline=model_options.offline,
-        **{_SOURCE_NAMES.get(k, k): v for k, v in asdict(text_options).items()},
-    )
-    for notice in text.notices:
-        logger.info(notice)
+    said: set[str] = set()
+    names: list[str] = []
+
+    def load(one: ModelOptions) -> Any:
+        wanted = asdict(one)
+        model = load_model(wanted.pop("model"), **wanted)
+        names.append(model.name)
+        for notice in model.notices:
+            if notice not in said:
+                logger.info(notice)
+        said.update(model.notices)
+        return model
+
+    each, text = model_options.each(), None
+    models = load(each[0]) if len(each) == 1 else map(load, each)  # one in memory at a time
+    if len(each) == 1 and getattr(config, "needs_text", True):
+        text = load_text(
+            model=models,
+            seed=config.seed,
+            offline=model_options.offline,
+            **{_SOURCE_NAMES.get(k, k): v for k, v in asdict(text_options).items()},
+        )
+        for notice in text.notices:
+            logger.info(notice)
+        said.update(text.notices)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    result = measure(model, text, config)
-    named = replace(model_options, model=model_options.model or model.name)
-    result.command = _command(name, [named, text_options, config])
+    result = measure(models, text, config)
+    result.command = _command(name, [model_options.named(names[-1]), text_options, config])
     folder = None
     try:
-        folder = result.save(output.out or _run_folder(name, model.name), output.overwrite)
+        folder = result.save(output.out or _run_folder(name, names[-1]), output.overwrite)
     finally:  # numbers that cannot be saved are shown all the same
         _show(result, output)
         for notice in result.notices:
-            if notice not in {*model.notices, *text.notices}:
+            if notice not in said:
                 logger.info(notice)
         if folder is not None:
             _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
@@ -270,7 +285,9 @@ def _command(name: str, groups: list[Any]) -> str:
             value, option = getattr(group, field.name), "--" + field.name.replace("_", "-")
             if value == field.default or field.name == "progress":
                 continue
-            if isinstance(value, bool):
+            if isinstance(value, tuple):
+                words += [word for item in value for word in (option, str(item))]
+            elif isinstance(value, bool):
                 words.append(option if value else f"--no-{option[2:]}")
             elif str(value).startswith("-"):
                 words.append(f"{option}={value}")

@@ -11,7 +11,7 @@ import difflib
 import numbers
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -46,6 +46,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return hint is bool
     if hint is Path:
         return isinstance(value, str | Path)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
     return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(hint, hint))
 
 
@@ -54,6 +56,8 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(part) for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a tuple of {_words(get_args(hint)[0])}"
     words = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
     return words.get(hint, "a path")
 
@@ -74,6 +78,37 @@ class ModelOptions(_Options):
     """Never ask a model hub or the package index."""
     allow_pickle: bool = False
     """Also read .bin weights, which are pickles and can run code."""
+
+    def each(self) -> list[ModelOptions]:
+        """One set of options per model to load."""
+        return [self]
+
+    def named(self, name: str) -> ModelOptions:
+        """The same, the model named also where it was the default."""
+        return replace(self, model=self.model or name)
+
+
+@dataclass(frozen=True)
+class ModelsOptions(ModelOptions):
+    """Which models, one after another, and where they run."""
+
+    model: tuple[str, ...] = ()  # type: ignore[assignment]
+    """As for every command; may be given several times (a run's checkpoints)."""
+    revision: tuple[str, ...] = ()  # type: ignore[assignment]
+    """Branch, tag or commit; may be given several times (--revision step0 ...)."""
+
+    def named(self, name: str) -> ModelOptions:
+        """The same, the model named also where it was the default."""
+        return replace(self, model=self.model or (name,))
+
+    def each(self) -> list[ModelOptions]:
+        """Every model at every revision, in the order given."""
+        rest = {f.name: getattr(self, f.name) for f in fields(ModelOptions)[2:]}
+        return [
+            ModelOptions(model=model, revision=revision, **rest)
+            for model in self.model or (None,)
+            for revision in self.revision or (None,)
+        ]
 
 
 @dataclass(frozen=True)

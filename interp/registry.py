@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interp.config import AsymmetryConfig, HeadsConfig
+from interp.config import AsymmetryConfig, HeadsConfig, ModelOptions, ModelsOptions
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,10 @@ class Analyzer:
     config: type
     function: str  # "module:function", imported only when the command runs
     help: str
+    # ModelsOptions: --model and --revision may be given several times, and the function then gets
+    # an iterable of models instead of one, and no text. Whether a text is read at all, the config
+    # says (needs_text; always where it does not say).
+    models: type[ModelOptions] = ModelOptions
 
 
 ANALYZERS = {
@@ -26,6 +30,7 @@ ANALYZERS = {
         AsymmetryConfig,
         "interp.analyzers.asymmetry:asymmetry",
         "Does i asking j differ from j asking i?",
+        models=ModelsOptions,
     ),
 }
 

@@ -1,9 +1,10 @@
 """Attention scores before the mask, and what they are made of: weights, biases, rotation.
 
-The score of query i and key j of a head is S_ij = scale * (q_i R_i) . (k_j R_j), with q = x W_Q + b_Q
-and k = x W_K + b_K of the attention's input x, and R_p the rotation of position p (the identity
-without rotary embedding). The bridge shows scores only after the causal mask was added; here the
-attention is given a mask of zeros, the scores are read or replaced, and the mask is added back.
+The score of query i and key j of a head is S_ij = scale * (q_i R_i) . (k_j R_j), with the queries
+q = x W_Q + b_Q and keys k = x W_K + b_K of the attention's input x, and R_p the rotation of
+position p (the identity without rotary embedding). The bridge shows scores only after the causal
+mask was added; here the attention is given a mask of zeros, the scores are read or replaced, and
+the mask is added back.
 
 That a model's scores are of this form is not assumed: `form` finds scale and rotation by comparing
 with what the model computes on a probe, and says where they are not (normalised queries and keys,
@@ -196,7 +197,7 @@ class Form:
         if self.rotary:
             assert a.rotary is not None
             cos, sin = (c[:, None] for c in a.rotary)
-            # (q_j R_i) . (k_i R_j) = (q_j R_-j) . (k_i R_-i): a product again, turned the other way.
+            # (q_j R_i) . (k_i R_j) = (q_j R_-j) . (k_i R_-i): a product again, turned back.
             q, k = (rotated(x, cos, -sin, self.adjacent) for x in (q, k))
         return ((q @ k.transpose(-1, -2)) * self.scale).transpose(-1, -2)
 
@@ -287,7 +288,9 @@ def _angles(rotary: tuple[Tensor, Tensor] | None, adjacent: bool) -> tuple[Tenso
     angles = torch.atan2(sin[1, :half], cos[1, :half])
     position = torch.arange(len(cos), dtype=torch.float64)[:, None]
     wrong = (strength * (position * angles).cos() - cos[:, :half]).abs().max()
-    wrong = max(float(wrong), float((strength * (position * angles).sin() - sin[:, :half]).abs().max()))
+    wrong = max(
+        float(wrong), float((strength * (position * angles).sin() - sin[:, :half]).abs().max())
+    )
     return (angles if wrong < 1e-2 else None), strength
 
 
@@ -336,7 +339,7 @@ def _heads(model: Model, part: Any, count: int, what: str, layer: int) -> Tensor
 
 
 def _check_weights(model: Model, a: Attention) -> None:
-    parts = (("q", a.q, 1), ("k", a.k, a.q.shape[1] // model.cfg.n_kv_heads))
+    parts: Any = (("q", a.q, 1), ("k", a.k, a.q.shape[1] // model.cfg.n_kv_heads))
     for (name, seen, group), matrix in zip(parts, weights(model, a.layer), strict=True):
         module = getattr(model.bridge.blocks[a.layer].attn, name).original_component
         made = torch.einsum("bpd,hde->bhpe", a.x.to(matrix), matrix)
@@ -360,8 +363,8 @@ def norm_gain(model: Model, layer: int) -> tuple[Tensor, bool] | None:
         The gain [d_model] in float64, and True for LayerNorm; None where there is no such norm.
     """
     block = model.bridge.blocks[layer]
-    norm = getattr(getattr(block, "ln1", None), "original_component", None)
-    if norm is None or not callable(norm) or model.cfg.norm not in ("LN", "RMS"):
+    norm: Any = getattr(getattr(block, "ln1", None), "original_component", None)
+    if norm is None or model.cfg.norm not in ("LN", "RMS"):
         return None
     centres = model.cfg.norm == "LN"
     weight = next(norm.parameters(), None)

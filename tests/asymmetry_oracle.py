@@ -1,6 +1,6 @@
 """What asymmetry measures, once more: plain transformers and numpy, every matrix written out.
 
-A is d_model x d_model, pairs are looped over, rotations are applied by transformers' own function to
+A is d_model x d_model, pairs are looped over, rotations are applied by transformers' own function,
 one position at a time. Imports nothing of the package under test.
 """
 
@@ -76,7 +76,11 @@ def fold(model, layer, w):
     if kind == "llama":
         gain = model.model.layers[layer].input_layernorm.weight
         return gain.double().numpy()[:, None] * w
-    norm = model.transformer.h[layer].ln_1 if kind == "gpt2" else model.gpt_neox.layers[layer].input_layernorm
+    norm = (
+        model.transformer.h[layer].ln_1
+        if kind == "gpt2"
+        else model.gpt_neox.layers[layer].input_layernorm
+    )
     d = len(w)
     centring = np.eye(d) - np.ones((d, d)) / d
     return centring @ np.diag(norm.weight.double().numpy()) @ w

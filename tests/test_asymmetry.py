@@ -453,7 +453,7 @@ def test_weights_that_do_not_make_the_queries_are_refused(checkpoint):
     original = linear.forward
     linear.forward = lambda x: original(x) * 1.5
     try:
-        with pytest.raises(InterpError, match="q of layer 1 .* is not x W"):
+        with pytest.raises(InterpError, match=r"q of layer 1 .* is not x W"):
             interp.asymmetry(model, progress=False)
     finally:
         del linear.forward
@@ -537,8 +537,35 @@ def test_checkpoints_are_one_table_and_one_model_at_a_time(tmp_path):
         one = interp.asymmetry(load_model(folder, device="cpu"), progress=False)
         for table in ("asymmetry", "asymmetry_layers"):
             mine = result.tables[table]
-            mine = mine[mine["checkpoint"] == name].drop(columns="checkpoint").reset_index(drop=True)
+            mine = (
+                mine[mine["checkpoint"] == name].drop(columns="checkpoint").reset_index(drop=True)
+            )
             pd.testing.assert_frame_equal(mine, one.tables[table])
+
+
+def test_the_command_line_reads_text_only_where_it_is_asked(checkpoint, tmp_path, capsys):
+    from interp.cli import run
+
+    missing = str(tmp_path / "nothing.txt")
+    given = ["asymmetry", "--model", str(checkpoint("llama")), "--no-progress", "--data", missing]
+    assert run([*given, "--out", str(tmp_path / "weights")]) == 0
+    assert interp.load_result(tmp_path / "weights").data == {}
+    assert run([*given, "--activations", "--out", str(tmp_path / "text")]) == 1
+    assert "nothing.txt" in capsys.readouterr().err
+
+
+def test_the_command_line_takes_several_checkpoints(tmp_path):
+    from interp.cli import run
+
+    folders = [tiny.make_checkpoint("gpt2", tmp_path / f"step{i}", seed=i) for i in (0, 1)]
+    given = [word for folder in folders for word in ("--model", str(folder))]
+    assert run(["asymmetry", *given, "--out", str(tmp_path / "run")]) == 0
+    result = interp.load_result(tmp_path / "run")
+    assert list(result.summary["checkpoints"]) == ["step0", "step1"]
+    assert result.command is not None and result.command.count("--model") == 2
+    assert "training" in result.figures
+    result.figure("training")
+    assert run(["asymmetry", *given, "--activations", "--out", str(tmp_path / "more")]) == 2
 
 
 # Published ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Symmetrised scores against plain transformers with its attention replaced, and by what must hold."""
+"""Symmetrised scores against plain transformers with another attention, and what must hold."""
 
 import numpy as np
 import pytest
@@ -144,7 +144,10 @@ def same_keys(plain, half=False):
     for layer in range(oracle.n_layers(plain)):
         for head in range(heads):
             first = head // group * group  # all query heads of a group are the first one
-            w_q, b_q = asym.weights(plain, layer, first)[0].copy(), asym.biases(plain, layer, first)[0]
+            w_q, b_q = (
+                asym.weights(plain, layer, first)[0].copy(),
+                asym.biases(plain, layer, first)[0],
+            )
             b_q = b_q.copy()
             if half:
                 w_q[:, rotated // 2 : rotated] = 0
@@ -242,7 +245,9 @@ def test_the_result_pairs_by_document(effects):
     excess = (found.single["swap_kept"] - found.single["permuted"]).reshape(N, -1)
     p = scipy_stats.ttest_1samp(excess, 0).pvalue
     expected = scipy_stats.false_discovery_control(p)
-    np.testing.assert_allclose(result.tables["asymmetry"]["excess_q"], expected, rtol=2e-2, atol=1e-4)
+    np.testing.assert_allclose(
+        result.tables["asymmetry"]["excess_q"], expected, rtol=2e-2, atol=1e-4
+    )
 
 
 def test_induction_suffers_where_its_heads_are_symmetrised(plant):

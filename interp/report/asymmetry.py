@@ -1,4 +1,4 @@
-"""How an `asymmetry` run is told: findings in words, what they do not show, and the small tables."""
+"""How an `asymmetry` run is told: findings in words, what they do not show, the small tables."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def findings(result: Result) -> list[str]:
 
 
 def _quartiles(found: Mapping[str, Any]) -> str:
-    return f"median {ratio(found.get('median'))}, middle half {ratio(found.get('q25'))} to " + ratio(
-        found.get("q75")
+    return (
+        f"median {ratio(found.get('median'))}, middle half {ratio(found.get('q25'))} to "
+        + ratio(found.get("q75"))
     )
 
 
@@ -120,14 +121,16 @@ def _claim_sentence(result: Result) -> str | None:
         return None
     n = count(result.summary.get("documents"))
     says = "lies" if found.get("iqr_within") else "does not lie"
+    only = "; contents only" if rotary(result) else ""
+    inside, below, above = (count(found.get(f"heads_{w}")) for w in ("within", "below", "above"))
     return (
-        "Claim tested: S_ij and S_ji correlate at only 0.3 to 0.5. In the part of the scores that "
-        "the model determines (row and column means removed) and that contents make, the median "
-        f"over {count(found.get('heads'))} heads is {_ends(found, 'median')} and the middle half "
+        "Claim tested: S_ij and S_ji correlate at only 0.3 to 0.5. In what is specific to a pair "
+        f"of tokens (row and column means removed{only}), the median over "
+        f"{count(found.get('heads'))} heads is {_ends(found, 'median')} and the middle half "
         f"reaches from {_ends(found, 'q25')} to {_ends(found, 'q75')} (95% intervals over {n} "
-        f"documents): it {says} within 0.3 to 0.5. {count(found.get('heads_within'))} heads are "
-        f"inside, {count(found.get('heads_below'))} below, {count(found.get('heads_above'))} above; "
-        f"they range from {ratio(found.get('min'))} to {ratio(found.get('max'))}, so no one number "
+        f"documents): it {says} within 0.3 to 0.5. {inside} heads are inside, {below} below, "
+        f"{above} above; they range from {ratio(found.get('min'))} to "
+        f"{ratio(found.get('max'))}, so no one number "
         "stands for the model."
     )
 
@@ -189,11 +192,12 @@ def _null(result: Result) -> str | None:
         return None
     gaussian = mapping(mapping(result.summary.get("gaussian")).get("symmetry"))
     return (
-        f"Re-paired heads (queries of one, keys of another; {count(null.get('pairs'))} pairs) have "
-        f"median {ratio(null.get('median'), 3)}, 95% of them between {ratio(null.get('low'), 3)} and "
-        f"{ratio(null.get('high'), 3)}: {count(outside.get('above'))} heads are more symmetric than "
-        f"that, {count(outside.get('below'))} more antisymmetric; 2.5% of heads on either side would "
-        f"be by chance. Gaussian matrices of this shape: {ratio(gaussian.get('mean'), 4)} (sd "
+        f"Re-paired heads (queries of one, keys of another; {count(null.get('pairs'))} pairs) "
+        f"have median {ratio(null.get('median'), 3)}, 95% of them between "
+        f"{ratio(null.get('low'), 3)} and {ratio(null.get('high'), 3)}: "
+        f"{count(outside.get('above'))} heads are more symmetric than that, "
+        f"{count(outside.get('below'))} more antisymmetric; 2.5% of heads on either side would be "
+        f"by chance. Gaussian matrices of this shape: {ratio(gaussian.get('mean'), 4)} (sd "
         f"{ratio(gaussian.get('sd'), 4)})."
     )
 
@@ -215,7 +219,10 @@ def _controls(result: Result) -> str | None:
     same, other = number(summary.get("control_same")), mapping(summary.get("control_repaired"))
     if same is None:
         return None
-    text = f"Controls: keys set to queries correlate at {ratio(same, 4)} or more in every head"
+    text = (
+        f"Controls: keys set to queries correlate at {ratio(same, 4)} (the smallest of all heads "
+        "and documents)"
+    )
     if other:
         text += (
             f"; re-paired heads at median {ratio(other.get('median'))} (95% between "
@@ -259,7 +266,8 @@ def _together(result: Result) -> list[str]:
         out.append(
             f"All heads symmetrised at once, on {words} (loss {base} {NATS} before): contents "
             f"exchanged with the first-position column kept {_nats(swap)}; the same with permuted "
-            f"tokens {_nats(change(result, text, 'permuted'))}; difference {_nats(gap)}: {verdict}. "
+            f"tokens {_nats(change(result, text, 'permuted'))}; difference {_nats(gap)}: "
+            f"{verdict}. "
             f"Halved scores alone: {_nats(change(result, text, 'half_kept'))}; literally "
             f"(S + S^T)/2, first column included: {_nats(change(result, text, 'literal'))}, which "
             "also breaks the attention that rests on the first position."
@@ -276,8 +284,8 @@ def _single(result: Result) -> list[str]:
             continue
         told = (
             f"One head at a time on {words} ({count(found.get('documents'))} documents): for "
-            f"{count(found.get('worse_than_control'))} heads symmetrising raises the loss more than "
-            f"its control does, for {count(found.get('better_than_control'))} less (q < 0.05)"
+            f"{count(found.get('worse_than_control'))} heads symmetrising raises the loss more "
+            f"than its control does, for {count(found.get('better_than_control'))} less (q < 0.05)"
         )
         column = "loss_delta_excess" + ("" if text == "natural" else "_repeated")
         if has(table, column):
@@ -348,7 +356,8 @@ def limits(result: Result) -> list[str]:
         "A is made of raw weights without biases. "
         + (
             "Here queries or keys have biases: they are in all scores and score correlations; "
-            "centring removes what they add to whole rows and columns."
+            "centring removes what they add to whole rows and columns, which is all they add where "
+            "contents alone are taken."
             if result.summary.get("biases")
             else "Here neither queries nor keys have biases."
         ),
@@ -361,9 +370,12 @@ def limits(result: Result) -> list[str]:
         )
     if result.summary.get("claim"):
         out.append(
-            "Row and column means are those of the included cells of each document, the diagonal "
-            "counted. Correlations are per document, then averaged; intervals treat documents as "
-            "the unit and heads as given. The quartiles' intervals are jackknife t intervals."
+            "Row means are removed because softmax ignores them, so that the model does not "
+            "determine them; column means because they say how much a token draws from everyone, "
+            "which is real, but not a matter between two tokens. They are the means of the "
+            "included cells of each document, the diagonal counted. Correlations are per document, "
+            "then averaged; intervals treat documents as the unit and heads as given. The "
+            "quartiles' intervals are jackknife t intervals."
         )
     if "symmetrise" in result.tables:
         out.append(
@@ -387,7 +399,12 @@ def limits(result: Result) -> list[str]:
 
 def digests(result: Result) -> list[Digest]:
     """Correlations by kind, the loss changes with all heads changed, and the checkpoints."""
-    made = (_claim_digest(result), _symmetrise_digest(result), _training_digest(result))
+    made = (
+        _claim_digest(result),
+        _symmetrise_digest(result),
+        _weights_digest(result),
+        _training_digest(result),
+    )
     return [digest for digest in made if digest]
 
 
@@ -415,6 +432,29 @@ def _claim_digest(result: Result) -> Digest | None:
         head=("scores", "median [95%]", "middle half", "in 0.3-0.5", "heads in it"),
         rows=tuple(rows),
         note="In 0.3-0.5: whether the middle half (interquartile range) of the heads lies within.",
+    )
+
+
+def _weights_digest(result: Result) -> Digest | None:
+    if over_training(result):
+        return None
+    rows = []
+    for key, words in (
+        ("symmetry", "heads"),
+        ("null", "re-paired heads"),
+        ("symmetry_folded", "heads, norm folded in"),
+        ("null_folded", "re-paired, norm folded in"),
+        ("layer_symmetry", "whole layers"),
+    ):
+        found = mapping(result.summary.get(key))
+        if number(found.get("median")) is not None:
+            ends = (("q25", "q75"), ("low", "high"), ("min", "max"))
+            spans = (f"{ratio(found.get(a), 3)} to {ratio(found.get(b), 3)}" for a, b in ends)
+            rows.append((words, ratio(found.get("median"), 3), *spans))
+    return Digest(
+        title="Symmetry of A = W_Q W_K^T",
+        head=("of", "median", "middle half", "middle 95%", "all"),
+        rows=tuple(rows),
     )
 
 

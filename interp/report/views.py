@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from interp.report import heads
+from interp.report import asymmetry, heads
 from interp.report.view import View
 from interp.results import Result
 
-VIEWS: Mapping[str, View] = {"heads": heads.VIEW}
+VIEWS: Mapping[str, View] = {"heads": heads.VIEW, "asymmetry": asymmetry.VIEW}
 
 
 def view_of(result: Result) -> View:

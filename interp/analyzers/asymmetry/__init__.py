@@ -124,9 +124,9 @@ class Run:
         other = [i for i, form in enumerate(self.forms) if not form.bilinear]
         if other:
             self.notices.append(
-                f"Scores of {len(other)} layers ({other[0]}, ...) are not scale * (q R) . (k R), for "
-                "instance since queries and keys are normalised: A = W_Q W_K^T is not what they are "
-                "made with there, and correlations of contents are missing."
+                f"Scores of {len(other)} layers ({other[0]}, ...) are not scale * (q R) . (k R), "
+                "for instance since queries and keys are normalised: A = W_Q W_K^T is not what "
+                "they are made with there, and correlations of contents are missing."
             )
         if not all(form.prenorm for form in self.forms):
             self.notices.append(

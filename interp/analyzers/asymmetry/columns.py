@@ -8,7 +8,7 @@ NATS = "nats per token"
 S = "-1 to 1"
 R = "Pearson r"
 _KINDS = {
-    "score_correlation": "of S_ij with S_ji over pairs i > j of included positions (no causal mask)",
+    "score_correlation": "of S_ij with S_ji over pairs i > j of included positions (no mask)",
     "score_correlation_centred": "the same, row and column means of the included cells removed",
     "score_correlation_content": "of the scores with query and key both at rotary offset 0 "
     "(without rotary embedding: of the scores themselves)",

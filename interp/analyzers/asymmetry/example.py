@@ -66,9 +66,7 @@ def measure(model: Model, forms: list[Form], ranking: np.ndarray) -> Examples | 
     tokens = torch.tensor([ids], device=model.device)
     with scores.attending(model, {layer: look for _, layer, _ in chosen}):
         scores.run(model, SimpleNamespace(tokens=tokens, attention_mask=torch.ones_like(tokens)))
-    both = [
-        np.stack([found[layer][i][head].numpy() for _, layer, head in chosen]) for i in (0, 1)
-    ]
+    both = [np.stack([found[layer][i][head].numpy() for _, layer, head in chosen]) for i in (0, 1)]
     words = [model.tokenizer.decode([ids[i]]) for i in at]
     return Examples(words, at, chosen, both[0], both[1])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from interp.text import Text
 KINDS = ("real", "centred", "content", "content_centred")
 """Scores as they are; row and column means removed; query and key at offset 0; both."""
 CONTROLS = ("offsets_removed", "content_offsets_removed", "same", "repaired")
-"""Offset means removed too (of real, of content scores); keys := queries; keys of another KV head."""
+"""Offset means removed too (real and content); keys := queries; keys of another KV head."""
 ELEMENTS = {"cpu": 2**16, "cuda": 2**26}
 """Entries of score matrices worked on at once in float64."""
 
@@ -106,12 +105,32 @@ def of_layer(
             out[rows] = 0.0  # no pairs
             continue
         step = max(1, elements // len(at) ** 2)
+        blocks = []
         for start in range(0, len(rows) * heads, step):
             block = range(start, min(start + step, len(rows) * heads))
             row = torch.tensor([rows[i // heads] for i in block])
             head = torch.tensor([i % heads for i in block])
-            out[row, :, head] = _Block(a, form, row, head, at).moments(kinds)
+            blocks.append(_Block(a, form, row, head, at).sums("same" in kinds))
+        found = {name: pairs.joined([b[name] for b in blocks]) for name in blocks[0]}
+        for i, kind in enumerate(kinds):
+            name, centred = _MADE_OF[kind]
+            if name in found:
+                m = pairs.moments(found[name], centred).cpu()
+                out[rows, i] = m.reshape(len(rows), heads, pairs.N_MOMENTS)
     return out
+
+
+# kind -> (what `_Block.sums` calls the matrices, whether row and column means go)
+_MADE_OF = {
+    "real": ("scores", False),
+    "centred": ("scores", True),
+    "content": ("content", False),
+    "content_centred": ("content", True),
+    "offsets_removed": ("offsets", False),
+    "content_offsets_removed": ("content_offsets", False),
+    "same": ("same", True),
+    "repaired": ("repaired", True),
+}
 
 
 class _Block:
@@ -126,56 +145,42 @@ class _Block:
         return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
 
     def _scores(self) -> Tensor:
-        chosen = self.a.scores[self.row, self.head] if len(self.row) > 1 else None
-        if chosen is None:  # one matrix: no copy
+        if len(self.row) > 1:
+            chosen = self.a.scores[self.row, self.head]
+        else:  # one matrix: no copy
             chosen = self.a.scores[int(self.row), int(self.head)][None]
         return self._wide(chosen[:, self.cut][:, :, self.cut])
 
     def _part(self, x: Tensor, head: Tensor | None = None) -> Tensor:
-        """[block, n, d_head] queries or keys."""
-        return self._wide(x[self.row, self.head if head is None else head][:, self.cut])
+        """[block, n, d_head] queries or keys, in float32 at least."""
+        part = x[self.row, self.head if head is None else head][:, self.cut]
+        return part.float() if part.dtype.itemsize < 4 else part
 
-    def moments(self, kinds: tuple[str, ...]) -> Tensor:
-        """[block, kind, 6] on the CPU."""
-        s = self._scores()
-        t = pairs.sums(s)
-        out = {"real": pairs.moments(t), "centred": pairs.moments(t, centred=True)}
-        out |= {"content": out["real"], "content_centred": out["centred"]}
-        unknown = torch.full_like(out["real"], math.nan)
-        content = s
-        if not self.form.bilinear:
-            out |= {"content": unknown, "content_centred": unknown}
-        elif self.form.rotary:
-            q, k = self._part(self.a.q), self._part(self.a.k)
-            content = (q @ k.transpose(-1, -2)) * self.form.scale
-            t = pairs.sums(content)
-            out["content"] = pairs.moments(t)
-            out["content_centred"] = pairs.moments(t, centred=True)
-        if "same" in kinds:
-            out["offsets_removed"] = self._plain(pairs.without_offsets(pairs.centred(s), self._at(s)))
-            out |= dict.fromkeys(("content_offsets_removed", "same", "repaired"), unknown)
+    def _product(self, q: Tensor, k: Tensor) -> Tensor:
+        """[block, n, n] q . k, made as precisely as the model makes its scores, then float64."""
+        return self._wide(q @ k.transpose(-1, -2))
+
+    def sums(self, controls: bool) -> dict[str, pairs.Sums]:
+        """What the moments of each kind of matrix are made of; a kind that is not defined lacks."""
+        s = content = self._scores()
+        out = {"scores": pairs.sums(s)}
+        q, k = self._part(self.a.q), self._part(self.a.k)
+        if self.form.bilinear and not self.form.rotary:
+            out["content"] = out["scores"]
+        elif self.form.bilinear:
+            content = self._product(q * self.form.scale, k)
+            out["content"] = pairs.sums(content)
+        if controls:
+            at = self.at.to(s.device)
+            out["offsets"] = pairs.sums(pairs.without_offsets(pairs.centred(s), at))
             if self.form.bilinear:
-                out |= self._controls(content)
-        return torch.stack([out[kind] for kind in kinds], 1).cpu()
-
-    def _at(self, s: Tensor) -> Tensor:
-        return self.at.to(s.device)
-
-    def _plain(self, s: Tensor) -> Tensor:
-        return pairs.moments(pairs.sums(s))
-
-    def _controls(self, content: Tensor) -> dict[str, Tensor]:
-        free = pairs.without_offsets(pairs.centred(content), self._at(content))
-        q = self._part(self.a.q)
-        same = pairs.sums(q @ q.transpose(-1, -2))
-        out = {
-            "content_offsets_removed": self._plain(free),
-            "same": pairs.moments(same, centred=True),
-        }
-        if self.a.k_heads > 1:  # the next KV head's keys
-            heads = self.a.q.shape[1]
-            other = self._part(self.a.k, (self.head + heads // self.a.k_heads) % heads)
-            out["repaired"] = pairs.moments(pairs.sums(q @ other.transpose(-1, -2)), centred=True)
+                free = pairs.without_offsets(pairs.centred(content), at)
+                out["content_offsets"] = pairs.sums(free)
+                out["same"] = pairs.sums(self._product(q, q))
+            if self.form.bilinear and self.a.k_heads > 1:  # the next KV head's keys
+                heads = self.a.q.shape[1]
+                other = self._part(self.a.k, (self.head + heads // self.a.k_heads) % heads)
+                out["repaired"] = pairs.sums(self._product(q, other))
         return out
 
 
@@ -191,7 +196,9 @@ class _Spread:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, a: Attention, included: Tensor, group: int) -> None:
-        wide: Callable[[Tensor], Tensor] = lambda x: (x.cpu() if x.device.type == "mps" else x).double()
+        def wide(x: Tensor) -> Tensor:
+            return (x.cpu() if x.device.type == "mps" else x).double()
+
         inside = included.to(wide(a.q[:1, :1, :1]).device)
         q = wide(a.q).transpose(1, 2)[inside].transpose(0, 1)  # [head, item, d_head]
         k = wide(a.k[:, ::group]).transpose(1, 2)[inside].transpose(0, 1)

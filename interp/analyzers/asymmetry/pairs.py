@@ -7,11 +7,12 @@ windows of a document add up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 N_MOMENTS = 6
 FEWEST = 3
@@ -52,6 +53,11 @@ def sums(s: Tensor) -> Sums:
         square_low=_dot(flat_low, flat_low),
         cross=(s * s.transpose(-1, -2)).sum((-1, -2)),
     )
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """Of several blocks of matrices, one after another."""
+    return Sums(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Sums)))
 
 
 def moments(t: Sums, centred: bool = False) -> Tensor:
@@ -133,5 +139,5 @@ def _by_offset(s: Tensor) -> Tensor:
     n = s.shape[-1]
     # Columns turned round and padded to 2 n, then laid out in rows of 2 n - 1: each row slides one
     # further, and what had equal i - j stands in one column.
-    flat = F.pad(s.flip(-1), (0, n)).flatten(-2)[..., : n * (2 * n - 1)]
+    flat = functional.pad(s.flip(-1), (0, n)).flatten(-2)[..., : n * (2 * n - 1)]
     return flat.unflatten(-1, (n, 2 * n - 1)).sum(-2)

@@ -194,7 +194,9 @@ def measure(
             one = _OneBatch(model, text, batch, forms, seed)
             total.add("clean", batch, one.clean.scores.loss)
             for variant in VARIANTS:
-                same = not rotary and variant.startswith("literal")  # is the swap then: not run again
+                same = not rotary and variant.startswith(
+                    "literal"
+                )  # is the swap then: not run again
                 name = variant.replace("literal", "swap") if same else variant
                 total.add(variant, batch, one.together(name))
                 bar.update(len(set(batch.rows.tolist())))

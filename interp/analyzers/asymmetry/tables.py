@@ -115,7 +115,7 @@ def _heads_table(run: Run) -> pd.DataFrame:
     for name, effects in run.effects.items():
         if effects.finished.any():
             out |= _effect_columns(effects, _SUFFIXES[name])
-    table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in out.items()})
+    table: Any = pd.DataFrame({name: np.asarray(values).ravel() for name, values in out.items()})
     return table[[name for name in columns.ORDER if name in table.columns]]
 
 
@@ -239,7 +239,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
     return {name: _percentile(flat, p) for name, p in (points | {"max": 100}).items()}
 
 
-def _summary(run: Run, heads: pd.DataFrame) -> dict[str, Any]:
+def _summary(run: Run, heads: Any) -> dict[str, Any]:
     assert run.weights is not None
     found = run.weights
     summary: dict[str, Any] = {
@@ -279,7 +279,7 @@ def _null(basis: Basis) -> dict[str, float]:
     return _quantiles(basis.null) | {"pairs": len(basis.null)}
 
 
-def _text_summary(on_text: OnText, heads: pd.DataFrame) -> dict[str, Any]:
+def _text_summary(on_text: OnText, heads: Any) -> dict[str, Any]:
     short = np.isnan(on_text.r["real"]).all((1, 2)) & on_text.finished
     found = correlations(on_text)
     out: dict[str, Any] = {
@@ -349,7 +349,7 @@ def jackknife(documents: np.ndarray, statistic: Any) -> tuple[np.ndarray, np.nda
     return value - half, value + half
 
 
-def _effect_summary(run: Run, heads: pd.DataFrame) -> dict[str, Any]:
+def _effect_summary(run: Run, heads: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"baseline_loss": {}, "symmetrise": {}, "single_heads": {}}
     for name, effects in run.effects.items():
         done = effects.finished
@@ -377,7 +377,7 @@ def _effect_summary(run: Run, heads: pd.DataFrame) -> dict[str, Any]:
 def combine(made: list[tuple[str, Result]], config: AsymmetryConfig) -> Result:
     """Several checkpoints' results as one, with a checkpoint column in both tables."""
     last = made[-1][1]
-    tables: dict[str, pd.DataFrame] = {}
+    tables: dict[str, Any] = {}
     for name, known in (("asymmetry", columns.HEADS), ("asymmetry_layers", columns.LAYERS)):
         parts = []
         for checkpoint, result in made:

@@ -80,7 +80,7 @@ def positive_real(g: Grams) -> Tensor:
 
 
 def antisymmetric_rank(g: Grams) -> Tensor:
-    """Effective rank of (A - A^T) / 2 in [2, 2 d_head]: (sum s^2)^2 / sum s^4 of its singular values.
+    """Effective rank (sum s^2)^2 / sum s^4 of (A - A^T) / 2, s its singular values: 2 to 2 d_head.
 
     0 where A is symmetric. Singular values of an antisymmetric matrix come in pairs.
     """
@@ -176,7 +176,9 @@ class Weights:
     gaussian: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def measure(model: Model, forms: list[Form], seed: int, metrics: tuple[str, ...] = METRICS) -> Weights:
+def measure(
+    model: Model, forms: list[Form], seed: int, metrics: tuple[str, ...] = METRICS
+) -> Weights:
     """All weight metrics of a model, layer by layer."""
     cfg = model.cfg
     offsets = []
