@@ -58,7 +58,9 @@ def compare(case: str, folder: Path, reps: int) -> Row:
 def peak(case: str, folder: Path, documents: int) -> float:
     """Peak resident MB of a fresh process that makes this run."""
     command = [sys.executable, "-m", "benchmarks.memory", case, str(folder), str(documents)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{case} with {documents} documents failed: {done.stderr[-800:]}")
     return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
 
 

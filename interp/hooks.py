@@ -88,21 +88,3 @@ def attached(model: Model, hooks: Iterable[tuple[str, int, Hook]]) -> Iterator[N
 def foreign_hooks(model: Model) -> list[str]:
     """Names of hook points that carry hooks which interp did not attach."""
     return sorted(n for n, p in model.bridge.hook_dict.items() if p.fwd_hooks or p.bwd_hooks)
-
-
-@contextlib.contextmanager
-def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run another forward for the duration of the block.
-
-    Written to the instance's dict, because plain attribute assignment on a bridge component is
-    passed on to the module that it wraps, and would stay there.
-    """
-    before = module.__dict__.get("forward")
-    object.__setattr__(module, "forward", forward)
-    try:
-        yield
-    finally:
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            object.__setattr__(module, "forward", before)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from interp import checkpoint, dequantise, names, probe
 from interp.errors import InterpError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Activation classes of transformers that torch has as one kernel; GPT-2's takes longer than a
+# matmul when it is written out (0.19 s against 0.12 s for 512 tokens of GPT-2 small's MLP).
+SAME_FUNCTION = {
+    "NewGELUActivation": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,9 @@ class Model:
     def measuring(self) -> Iterator[None]:
         """Eval mode, no gradients to parameters, no autograd; all as before afterwards.
 
+        Activations that transformers writes out step by step run as torch's kernel of the same
+        function (SAME_FUNCTION; they differ by float32 rounding, about 2e-7).
+
         Holds also after an exception or Ctrl-C. Inside, `torch.enable_grad()` gives gradients
         with respect to activations, even when the caller is in `torch.no_grad()` or
         `torch.inference_mode()`.
@@ -95,8 +104,11 @@ class Model:
         module = self.bridge.original_model
         training = [(m, m.training) for m in {*module.modules(), *self.bridge.modules()}]
         wanted = [(p, p.requires_grad) for p in module.parameters()]
-        with torch.inference_mode(False), torch.no_grad():
+        slow = [m for m in module.modules() if type(m).__name__ in SAME_FUNCTION]
+        with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
             try:
+                for part in slow:
+                    stack.enter_context(replaced_forward(part, SAME_FUNCTION[type(part).__name__]))
                 for part, _ in training:
                     part.training = False
                 for parameter, _ in wanted:
@@ -115,6 +127,24 @@ class Model:
             batch: has `.tokens` and `.attention_mask`, both [batch, pos], on the model's device.
         """
         return self.bridge(batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
+
+
+@contextlib.contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another forward for the duration of the block.
+
+    Written to the instance's dict, because plain attribute assignment on a bridge component is
+    passed on to the module that it wraps, and would stay there.
+    """
+    before = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            object.__setattr__(module, "forward", before)
 
 
 def pick_device(device: str) -> torch.device:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from interp import hooks
 from interp.errors import InterpError
-from interp.model import Model
+from interp.model import Model, replaced_forward
 
 PROBE_TOKENS = 12
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -128,7 +128,7 @@ def _additive(mask: Any, x: Tensor) -> Tensor:
 
 def run(model: Model, batch: Any) -> None:
     """A forward pass up to the unembedding, whose logits nobody needs here."""
-    with hooks.replaced_forward(model.bridge.unembed, lambda hidden, **_: hidden[..., :1]):
+    with replaced_forward(model.bridge.unembed, lambda hidden, **_: hidden[..., :1]):
         model.forward(batch)
 
 

@@ -26,11 +26,11 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from interp import hooks
 from interp.errors import InterpError
-from interp.model import Model
+from interp.model import Model, replaced_forward
 from interp.text import Text, TokenBatch
 
 # Logits of one chunk, in bytes: large enough for full matmul speed, small beside the model.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29, "mps": 2**27}
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29, "mps": 2**27}
 SELF_CHECK_NATS = 1e-4
 
 Edit = Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos head d_head"]]
@@ -72,7 +72,9 @@ class Reader:
         self.index = batch.predicted.flatten().nonzero()[:, 0]
         self.targets = batch.targets.flatten()[self.index]
         width = model.cfg.vocab_rows * 4
-        self.chunk = max(16, CHUNK_BYTES.get(model.device.type, 2**26) // width)
+        most = max(16, CHUNK_BYTES.get(model.device.type, 2**27) // width)
+        chunks = -(-len(self.index) // most)  # of even size: a short last one multiplies slowly
+        self.chunk = -(-len(self.index) // max(1, chunks)) or 1
         self.unembed = _unembed(model)
         self.nll: Tensor | None = None
         self.kl: Tensor | None = None
@@ -141,7 +143,7 @@ def forward_scores(model: Model, batch: TokenBatch, reader: Reader | None = None
     unembed = model.bridge.unembed
     hooked = unembed.hook_in.has_hooks() or unembed.hook_out.has_hooks()
     if model.logits_are_unembedded and not hooked:
-        with hooks.replaced_forward(unembed, reader):
+        with replaced_forward(unembed, reader):
             model.forward(batch)
     else:
         reader.from_logits(model.forward(batch))
@@ -269,7 +271,7 @@ def _run(
         stack.enter_context(hooks.attached(model, [("z", i, edits[i]) for i in hooked]))
         if not from_start:
             for replacement in _prefix(model, clean, first, edits[first]):
-                stack.enter_context(hooks.replaced_forward(*replacement))
+                stack.enter_context(replaced_forward(*replacement))
         if record is not None:
             # z of `first` never passes its hook point here (it is known), the later ones do.
             known = record.z[first]

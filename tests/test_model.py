@@ -609,3 +609,23 @@ def test_loaded_within_inference_mode(checkpoint):
 
     text = load_text(tiny.corpus(2), model, documents=2, context=16)
     assert len(heads(model, text, progress=False).tables["heads"]) == 12
+
+
+def test_faster_activations_are_the_same_functions():
+    from transformers.activations import ACT2FN
+
+    from interp.model import SAME_FUNCTION
+
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-6, 60.0, -60.0])])
+    written_out = ACT2FN["gelu_new"]
+    fast = SAME_FUNCTION[type(written_out).__name__]
+    assert torch.allclose(fast(x), written_out(x), atol=2e-6, rtol=1e-6)
+
+
+def test_measuring_uses_them_and_puts_the_old_ones_back(load):
+    model, _ = load("gpt2")
+    act = [m for m in model.bridge.modules() if type(m).__name__ == "NewGELUActivation"]
+    assert act
+    with model.measuring():
+        assert all("forward" in m.__dict__ for m in act)
+    assert not any("forward" in m.__dict__ for m in act)
