@@ -1,4 +1,4 @@
-"""How an asymmetry run is told: true words, 80 columns, every figure drawn, foreign text harmless."""
+"""How an asymmetry run is told: true words, 80 columns, all figures, foreign text harmless."""
 
 import dataclasses
 import io

@@ -47,22 +47,29 @@ def test_one_symmetrised_head_is_the_oracles(effects, family):
     found, text, _, plain = effects(family)
     ids = ids_of(text)
     np.testing.assert_allclose(found.clean, oracle.document_losses(plain, ids), atol=1e-5)
-    for layer, head in [(0, 1), (2, oracle.n_heads(plain) - 1)]:
+    places = symmetrise.permutation(text.batch_of([(i, 0) for i in range(N)]), text, 0)
+    for variant in symmetrise.PER_HEAD:
+        layer, head = (0, 1) if variant == "permuted" else (2, oracle.n_heads(plain) - 1)
         values = []
-        for document in ids:
+        for document, place in zip(ids, places, strict=True):
             x = asym.attention_input(plain, document)[layer]
             q, k = asym.queries_and_keys(plain, x, layer, head)
             s = asym.scores(plain, q, k)
             inside = oracle.included(document, text.special_ids)
-            both = np.outer(inside, inside)  # the first position's row and column stay
-            s = np.where(both, (s + asym.exchanged(plain, q, k)) / 2, s)
+            changed = np.outer(inside, inside)  # the first position's row and column stay
+            source = np.arange(len(document))
+            if variant == "permuted":  # a token's score for itself stays too
+                changed &= ~np.eye(len(document), dtype=bool)
+                source = place[: len(document)].numpy()
+            other = asym.exchanged(plain, q[source], k[source])
+            s = np.where(changed, (s + other) / 2, s)
             value = oracle.z(plain, document)
             value[layer, :, head] = asym.softmax_output(s, value_vectors(plain, x, layer, head))
             values.append(value)
         expected = oracle.replaced_losses(
             plain, ids, [(layer, head)], values, special_ids=text.special_ids
         )
-        mine = found.single["swap_kept"][:, layer, head]
+        mine = found.single[variant][:, layer, head]
         np.testing.assert_allclose(mine, expected, atol=2e-5)
         assert np.abs(mine - found.clean).max() > 1e-3  # it does something
 

@@ -122,6 +122,8 @@ def test_the_exact_order_comes_from_documents_that_the_curve_does_not_use(exact,
     top = result.summary["held_out"]["top"][0]
     assert (top["layer"], top["head"]) == order[-1]
     assert top["loss_delta_chosen"] == pytest.approx(own[order[-1]], abs=1e-5)
+    bottom = result.summary["held_out"]["bottom"][0]
+    assert (bottom["layer"], bottom["head"]) == order[0]
     again = oracle.ablated_losses(plain, judged, *order[-1]) - before
     assert top["loss_delta"] == pytest.approx(again.mean(), abs=1e-5)
     assert any("4 of the 8 choose the orders" in n for n in result.notices)
@@ -356,7 +358,11 @@ def test_a_harmful_head_is_material_with_a_negative_change(plant):
     table = result.tables["heads"].set_index(["layer", "head"])
     row = table.loc[case["heads"]["harmful"]]
     assert row["loss_delta"] < -0.05 and row["verdict"] == "material" and row["significant"]
-    assert result.summary["material_improve"] == 1 and result.summary["significant_improve"] >= 1
+    assert result.summary["material_improve"] == 1
+    found = table[table["significant"]]["loss_delta"]
+    assert (found < 0).any() and (found > 0).any()
+    assert result.summary["significant_improve"] == (found < 0).sum()
+    assert result.summary["significant_hurt"] == (found > 0).sum()
 
 
 def test_every_document_counts_once_however_long(plant):
@@ -537,6 +543,15 @@ def test_prunable_at_the_intervals_ends():
     assert found["prunable_high"]["importance"]["0.05"] == 12 / 20  # 13 heads: 0.065 - 0.012
     assert found["prunable"]["importance"]["0.01"] == 2 / 20
     assert found["prunable_low"]["importance"]["0.01"] == 0
+
+
+def test_the_curve_is_refined_for_the_intervals_ends_too():
+    # Mean and careful end cross 0.05 within the first step, the optimistic end in the second.
+    spread = 0.012 * np.sqrt(3) / 3.182446 * np.array([-1, -1, 1, 1])
+    made = order_with({0: 0.0}, [0, 10, 20])
+    made.points[10] = 0.055 + spread
+    made.points[20] = 0.2 + spread
+    assert made.wanted(ahead=1) == [1, 11]
 
 
 def test_units_and_their_importance():
