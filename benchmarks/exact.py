@@ -1,7 +1,8 @@
 """Removing every head one at a time: interp, the loop of a TransformerLens user, and the floor.
 
 * peer: `run_with_hooks` with one hook per head, on the same batches with the same mask, then the
-  fast cross-entropy on flattened logits (and KL from the same log-probabilities).
+  fast cross-entropy on flattened logits (and KL from the same log-probabilities). The model is as
+  it was loaded: what interp changes while it measures (`Model.measuring`) is not the peer's.
 * floor: nothing but what must run after a head of layer l has changed: W_O and the MLP of block l,
   the bridge's blocks after it called directly, the final norm, the unembedding of the predicted
   positions by F.linear in cache-sized chunks, cross-entropy.
@@ -15,7 +16,7 @@ to it ready made, and timed by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -65,7 +66,6 @@ def run(options: Options) -> list[Row]:
                 model = stack.enter_context(random_gpt2(options.device))
             else:
                 model = smollm2(options.device)
-            stack.enter_context(model.measuring())
             for case in wanted:
                 if case.model == name:
                     rows += compare(model, case, options)
@@ -77,8 +77,9 @@ def compare(model: Model, case: Case, options: Options) -> list[Row]:
     size = max(1, options.batch_tokens // case.context)
     ways = Ways(model, full_text(model, size, case.context), size, case.kl)
     # Page in code and weights; let interp check that the model can be run from the middle.
-    for warm in (ways.interp, ways.peer, ways.floor):
-        warm(model.cfg.n_layers - 1)
+    for name, way in ways.all.items():
+        with ways.setting(name):
+            way(model.cfg.n_layers - 1)
     runs = [ways.repetition() for _ in range(options.reps or case.reps)]
     peer = [r.over_all("peer") for r in runs]
     mine = [r.over_all("interp") for r in runs]
@@ -146,23 +147,31 @@ class Ways:
     def __init__(self, model: Model, text: Text, size: int, kl: bool) -> None:
         self.model, self.text, self.size, self.kl = model, text, size, kl
         (self.batch,) = text.batches(size, model.device)
-        self.clean = splice.run_clean(model, self.batch, kl=kl)
-        self.calls = block_calls(model, self.batch)
+        with model.measuring():
+            self.clean = splice.run_clean(model, self.batch, kl=kl)
+            self.calls = block_calls(model, self.batch)
+        self.all = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
         self.predicted = self.batch.predicted.flatten().nonzero()[:, 0]
 
     def repetition(self) -> Repetition:
         device = self.model.device
-        _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
-        ways = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
+        with self.model.measuring():
+            _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
+        ways = self.all
         times: dict[str, list[Time]] = {name: [] for name in ways}
         scores: dict[str, list[Scored]] = {name: [] for name in ways}
         for layer in range(self.model.cfg.n_layers):
             order = list(ways.items())[layer % 3 :] + list(ways.items())[: layer % 3]
             for name, way in order:
-                scored, time = timed(lambda way=way, layer=layer: way(layer), device)
+                with self.setting(name):
+                    scored, time = timed(lambda way=way, layer=layer: way(layer), device)
                 times[name].append(time)
                 scores[name].append(scored)
         return Repetition(self.model.cfg.n_heads, clean, times, scores)
+
+    def setting(self, way: str) -> AbstractContextManager[Any]:
+        """What the caller of each way has around its loop; entered outside the clock."""
+        return torch.no_grad() if way == "peer" else self.model.measuring()
 
     def effect(self, run: Repetition) -> float:
         """Smallest loss change of a removal (the mean of its absolute value over documents)."""

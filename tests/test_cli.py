@@ -237,12 +237,12 @@ def test_interrupted_in_the_middle(heads, monkeypatch):
 
 
 def test_interrupted_at_once(heads, monkeypatch):
-    from interp.analyzers.heads import measure
+    from interp.analyzers.heads import importance
 
     def interrupt(*_args, **_more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "gradients", interrupt)
+    monkeypatch.setattr(importance, "gradients", interrupt)
     status, out, err = heads("--out", "r")
     assert (status, out) == (130, "")
     assert "interrupted" in err
