@@ -98,7 +98,7 @@ class Reader:
             logp = F.log_softmax(to_logits(flat[self.index[at]]).float(), dim=-1)
             nll.append(-logp.gather(1, self.targets[at, None])[:, 0])
             if self.reference is not None:
-                cross = torch.einsum("tv,tv->t", self.reference.probabilities[at], logp)
+                cross = expected(self.reference.probabilities[at], logp)
                 kl.append(self.reference.negative_entropy[at] - cross)
             if self.keep is not None:
                 self.keep.append(logp)
@@ -123,7 +123,18 @@ class Reader:
         logp = torch.cat(self.keep)
         self.keep = None
         probabilities = logp.exp()
-        return Reference(probabilities, torch.einsum("tv,tv->t", probabilities, logp))
+        return Reference(probabilities, expected(probabilities, logp))
+
+
+def expected(
+    probabilities: Float[Tensor, "token vocab"], values: Float[Tensor, "token vocab"]
+) -> Float[Tensor, " token"]:
+    """Sum over the vocabulary of p times a value, exact enough for a difference of two of them.
+
+    A pairwise sum: einsum adds 50,000 terms one after another, and its rounding alone biased KL by
+    3.5e-6 nats (up to 9e-5 for a token).
+    """
+    return (probabilities * values).sum(-1)
 
 
 def _unembed(model: Model) -> Callable[[Tensor], Tensor]:

@@ -210,3 +210,15 @@ def test_a_non_finite_weight_stops_the_run(checkpoint, corpus, tmp_path):
 
     with pytest.raises(InterpError, match="non-finite"):
         heads(model, text, progress=False)
+
+
+def test_kl_keeps_its_precision_over_a_large_vocabulary():
+    torch.manual_seed(0)
+    clean = torch.randn(64, 49152) * 2.5
+    changed = (clean + torch.randn(64, 49152) * 0.02).log_softmax(-1)
+    logp = clean.log_softmax(-1)
+    p = logp.exp()
+    kl = splice.expected(p, logp) - splice.expected(p, changed)
+    exact = (logp.double().exp() * (logp.double() - changed.double())).sum(-1)
+    assert abs(float((kl - exact).mean())) < 5e-7
+    assert float((kl - exact).abs().max()) < 5e-6
