@@ -196,7 +196,8 @@ def _measured(
         return model
 
     each, text = model_options.each(), None
-    models = load(each[0]) if len(each) == 1 else map(load, each)  # one in memory at a time
+    # Several are loaded as they are asked for, so that one is in memory at a time.
+    models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
     if len(each) == 1 and getattr(config, "needs_text", True):
         text = load_text(
             model=models,

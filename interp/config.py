@@ -79,6 +79,12 @@ class ModelOptions(_Options):
     allow_pickle: bool = False
     """Also read .bin weights, which are pickles and can run code."""
 
+    @property
+    def label(self) -> str:
+        """What tells this model from others of one run: its revision, and what was named."""
+        name = Path(self.model or "default").name
+        return name if self.revision is None else f"{name} @ {self.revision}"
+
     def each(self) -> list[ModelOptions]:
         """One set of options per model to load."""
         return [self]

@@ -514,7 +514,8 @@ def test_it_is_saved_and_loaded(measured, tmp_path):
 # Over training ------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_one_table_and_one_model_at_a_time(tmp_path):
+@pytest.mark.parametrize("named", [False, True])
+def test_checkpoints_are_one_table_and_one_model_at_a_time(tmp_path, named):
     import gc
     import weakref
 
@@ -527,12 +528,12 @@ def test_checkpoints_are_one_table_and_one_model_at_a_time(tmp_path):
             assert not any(ref() is not None for ref in alive)  # the one before is gone
             model = load_model(folder, device="cpu")
             alive.append(weakref.ref(model))
-            yield model
+            yield (f"name {len(alive)}", model) if named else model
             del model
 
     result = interp.asymmetry(loaded(), progress=False)
     names = list(dict.fromkeys(result.tables["asymmetry"]["checkpoint"]))
-    assert len(names) == 3
+    assert names == (["name 1", "name 2", "name 3"] if named else ["step0", "step1", "step2"])
     for name, folder in zip(names, folders, strict=True):
         one = interp.asymmetry(load_model(folder, device="cpu"), progress=False)
         for table in ("asymmetry", "asymmetry_layers"):

@@ -593,3 +593,20 @@ def test_growing_one_unit_at_a_time_is_measuring_anew(load, corpus, family, size
         edited = oracle.edited(plain, list(order.removal(n).heads))
         expected = oracle.document_losses(edited, ids) - clean
         np.testing.assert_allclose(delta, expected, atol=1e-5, err_msg=str(n))
+
+
+def test_too_few_further_documents_are_no_judge(load):
+    model, _ = load("gpt2")
+    text = load_text(tiny.corpus(9), model, documents=8, context=64)  # one is left
+    result = run(model, text, exact=True, prune=True)
+    assert result.summary["baseline_documents"] == 4
+    assert any("4 of the 8 choose" in notice for notice in result.notices)
+
+
+def test_one_document_has_no_other_to_stand_in(load, corpus):
+    model, _ = load("gpt2")
+    text = load_text(corpus[:1], model, documents=1, context=64)
+    with pytest.raises(InterpError, match="from other documents"):
+        run(model, text, exact=True, ablation="mean")
+    table = run(model, text, exact=True).tables["heads"]
+    assert table["loss_delta_mean"].isna().all() and table["loss_delta"].notna().all()

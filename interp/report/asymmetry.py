@@ -195,9 +195,9 @@ def _null(result: Result) -> str | None:
         f"Re-paired heads (queries of one, keys of another; {count(null.get('pairs'))} pairs) "
         f"have median {ratio(null.get('median'), 3)}, 95% of them between "
         f"{ratio(null.get('low'), 3)} and {ratio(null.get('high'), 3)}: "
-        f"{count(outside.get('above'))} heads are more symmetric than that, "
-        f"{count(outside.get('below'))} more antisymmetric; 2.5% of heads on either side would be "
-        f"by chance. Gaussian matrices of this shape: {ratio(gaussian.get('mean'), 4)} (sd "
+        f"{count(outside.get('above'))} of {count(result.summary.get('heads'))} heads lie above "
+        f"(more symmetric), {count(outside.get('below'))} below; 2.5% on either side would be by "
+        f"chance. Gaussian matrices of this shape: {ratio(gaussian.get('mean'), 4)} (sd "
         f"{ratio(gaussian.get('sd'), 4)})."
     )
 
@@ -239,8 +239,13 @@ def _controls(result: Result) -> str | None:
 
 
 def _nats(found: Mapping[str, Any]) -> str:
-    ends = interval(found.get("low"), found.get("high"))
-    return f"{signed(found.get('mean'))} {ends}".strip()
+    ends = interval(found.get("low"), found.get("high"), _three)
+    return f"{_three(found.get('mean'))} {ends}".strip()
+
+
+def _three(value: Any) -> str:
+    found = number(value)
+    return DASH if found is None else f"{found:+.3f}" if abs(found) >= 0.0005 else signed(found)
 
 
 def _together(result: Result) -> list[str]:

@@ -201,6 +201,8 @@ def _strip(result: Result) -> go.Figure:
     figure.update_xaxes(
         title="layer (its heads from least to most symmetric)", showgrid=False, zeroline=False
     )
+    if len(layers) <= 40:
+        figure.update_xaxes(tickmode="linear", dtick=1)
     figure.update_yaxes(title="symmetry of A")
     figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0})
     parts = ["grey band: middle 95% of re-paired heads"] if null else []
@@ -297,7 +299,7 @@ def _scatter(result: Result) -> go.Figure:
     figure.update_layout(legend={"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0})
     return spec.finish(
         figure,
-        "Weights against scores: the symmetry that counts is that on what the head meets",
+        "Weights against scores: A as it is, and A weighted by what the head meets",
         _subtitle(result, "bars: 95% interval over documents; dotted: equality", text=True),
         560,
     )

@@ -36,7 +36,7 @@ log = logging.getLogger("interp")
 
 
 def asymmetry(
-    model: Model | Iterable[Model],
+    model: Model | Iterable[Model | tuple[str, Model]],
     text: Text | None = None,
     config: AsymmetryConfig | None = None,
     /,
@@ -46,8 +46,8 @@ def asymmetry(
 
     Args:
         model: from `load_model`. Or an iterable of models, such as a generator that loads a run's
-            checkpoints one after another: weights only, one table with a checkpoint column, and no
-            more than one model in memory.
+            checkpoints one after another, or of (name, model) pairs: weights only, one table with
+            a checkpoint column, and no more than one model in memory.
         text: from `load_text`; needed with activations or symmetrise, else not looked at.
         config: all options at once, or
         **options: fields of `AsymmetryConfig` by name (`activations=True, ...`).
@@ -174,7 +174,7 @@ class Run:
             )
 
 
-def _over_training(models: Iterable[Model], config: AsymmetryConfig) -> Result:
+def _over_training(models: Iterable[Model | tuple[str, Model]], config: AsymmetryConfig) -> Result:
     """Weights of several checkpoints, each let go before the next is loaded."""
     if config.needs_text:
         raise UsageError(
@@ -183,7 +183,9 @@ def _over_training(models: Iterable[Model], config: AsymmetryConfig) -> Result:
         )
     made: list[tuple[str, Result]] = []
     remaining = iter(models)
-    while (model := next(remaining, None)) is not None:
+    while (item := next(remaining, None)) is not None:
+        name, model = item if isinstance(item, tuple) else (item.revision or item.name, item)
+        del item
         run = Run(model, None, config)
         try:
             with model.measuring():
@@ -194,7 +196,6 @@ def _over_training(models: Iterable[Model], config: AsymmetryConfig) -> Result:
                 raise
             made[-1][1].complete = False
             break
-        name = model.revision or model.name
         while any(name == other for other, _ in made):
             name += "'"
         made.append((name, tables.assemble(run)))

@@ -63,6 +63,11 @@ def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **opti
     hooks.require(model, "z", "attn_out")
     if config.unit == "kv" and model.cfg.n_kv_heads == model.cfg.n_heads:
         log.info("Every query head has its own KV head here: --unit kv is the same as --unit head.")
+    if config.exact and config.ablation != "zero" and len(text) < 2:
+        raise InterpError(
+            f"--ablation {config.ablation} takes what stands in for a head from other documents, "
+            "and there is one only. Give more documents, or use --ablation zero."
+        )
     run = _Run(model, text, config)
     try:
         with model.measuring():
@@ -112,10 +117,13 @@ class _Run:
         if not (self.config.exact or self.config.rescore):
             return
         try:
-            self.judge = self.text.held_out(len(self.text))
-            return
+            held_out = self.text.held_out(len(self.text))
+            if len(held_out) >= max(2, len(self.text) // 2):
+                self.judge = held_out
+                self.notices += [n for n in held_out.notices if n not in self.notices]
+                return
         except InterpError:
-            pass  # the source has no more documents: divide those there are
+            pass  # the source has too few further documents: divide those there are
         if len(self.text) < 2:
             self.notices.append(
                 "There is one document only: orders are chosen and judged on the same one."
@@ -124,8 +132,8 @@ class _Run:
         self.choosing = np.arange(0, len(self.text), 2)
         self.judge = self.text.subset(list(range(1, len(self.text), 2)))
         self.notices.append(
-            f"The source has no further documents: {len(self.choosing)} of the {len(self.text)} "
-            f"choose the orders, the other {len(self.judge)} give the curve."
+            f"The source has too few further documents: {len(self.choosing)} of the "
+            f"{len(self.text)} choose the orders, the other {len(self.judge)} give the curve."
         )
 
     def measure(self) -> None:
@@ -159,7 +167,7 @@ class _Run:
     def _measure_exact(self) -> None:
         config = self.config
         modes: list[Mode] = [config.ablation]
-        if config.ablation != "mean":
+        if config.ablation != "mean" and len(self.text) > 1:
             modes.append("mean")
         plans = {mode: [Removal((head,), mode) for head in self.all_heads] for mode in modes}
         seconds = sum(
@@ -179,7 +187,9 @@ class _Run:
             self.text, plans[config.ablation], f"{config.ablation} ablation", True, self.exact
         )
         self.exact_mean = self.exact
-        if config.ablation != "mean":
+        if n < 2:
+            self.exact_mean = None  # there is no other document to take a mean of
+        elif config.ablation != "mean":
             self.exact_mean = measure.empty_sweep(n, len(self.all_heads), kl=False)
             self._sweep(self.text, plans["mean"], "mean ablation", False, self.exact_mean)
         self._re_estimate()
@@ -191,7 +201,7 @@ class _Run:
         rank = np.argsort(-chosen_on, kind="stable")
         count = min(HELD_OUT_HEADS, len(rank) // 2)
         ends = {"top": rank[:count], "bottom": rank[::-1][:count]}
-        if self.judge is self.text or not count:
+        if self.judge is self.text or len(self.judge) < 2 or not count:
             return
         removals = [
             Removal((self.all_heads[i],), self.config.ablation) for e in ends.values() for i in e
@@ -256,11 +266,18 @@ class _Run:
         self.orders.append(curve.Order("random", None, self.units, some, members=members))
 
         def on_judge(removals: list[Removal], what: str) -> Sweep:
-            found = self._sweep(self.judge, removals, what)
-            self.baseline = found.clean
+            found = measure.empty_sweep(len(self.judge), len(removals), kl=False)
+            try:
+                self._sweep(self.judge, removals, what, into=found)
+            except KeyboardInterrupt:  # the steps measured so far are kept first
+                self.complete = False
+            if not np.isnan(found.clean).any():
+                self.baseline = found.clean
             return found
 
         curve.measure_steps(self.orders, on_judge)
+        if not self.complete:
+            raise KeyboardInterrupt
         growing = measure.Growing(
             model, self.judge, config.batch_size, self.gradients, config.progress
         )

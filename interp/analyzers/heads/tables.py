@@ -176,7 +176,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
     assert run.exact is not None
     assert run.exact.kl is not None
     n = run.exact.loss.shape[1]
-    rows, columns = _finished(run.exact.delta)
+    rows, columns = _finished(run.exact.delta + run.exact.kl)
     out: dict[str, Any] = {name: np.full(n, np.nan) for name in list(HEADS_COLUMNS)[8:]}
     out["significant"] = np.zeros(n, dtype=bool)
     out["verdict"] = np.full(n, "not measured", dtype=object)
@@ -279,7 +279,8 @@ def _prunable(orders: list[curve.Order]) -> dict[str, Any]:
     for order in orders:
         curves = order.curves()
         for key, end in ends.items():
-            known = not any(np.isnan(v) for v in curves[end].values())
+            # Not known either while an interrupted run leaves a crossing unrefined.
+            known = not any(np.isnan(v) for v in curves[end].values()) and not order.wanted(1)
             out[key][order.name] = {
                 str(limit): order.prunable(curves[end], limit) if known else None
                 for limit in curve.LIMITS
