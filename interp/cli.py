@@ -135,14 +135,16 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
         text: Annotated[TextOptions | None, _flat("Text")] = None,
         output: Annotated[OutputOptions | None, _flat("Output")] = None,
     ) -> int:
-        return _analyze(
-            name,
-            analyzer,
-            options or analyzer.config(),
-            model or analyzer.models(),
-            text or TextOptions(),
-            output or OutputOptions(),
-        )
+        with _log_lines() as logger:
+            return _analyze(
+                name,
+                analyzer,
+                options or analyzer.config(),
+                model or analyzer.models(),
+                text or TextOptions(),
+                output or OutputOptions(),
+                logger,
+            )
 
     command.__doc__ = analyzer.help
     command.__annotations__ |= {
@@ -153,18 +155,6 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
 
 
 def _analyze(
-    name: str,
-    analyzer: Analyzer,
-    config: Any,
-    model_options: ModelOptions,
-    text_options: TextOptions,
-    output: OutputOptions,
-) -> int:
-    with _log_lines() as logger:
-        return _measured(name, analyzer, config, model_options, text_options, output, logger)
-
-
-def _measured(
     name: str,
     analyzer: Analyzer,
     config: Any,

@@ -33,6 +33,3 @@ ANALYZERS = {
         models=ModelsOptions,
     ),
 }
-
-# What draws figures and pages; named here so that results.py needs no import of it.
-REPORT = "interp.report"

@@ -8,6 +8,7 @@ import torch
 import interp
 from interp.analyzers.heads import curve
 from interp.errors import InterpError
+from interp.report import heads as heads_view
 from interp.text import load_text
 from tests import oracle, tiny
 
@@ -137,6 +138,9 @@ def test_held_out_documents_are_taken_where_there_are_any(load):
     ids = [d.windows[0] for d in held.documents]
     expected = oracle.document_losses(plain, ids).mean()
     assert result.summary["baseline_loss"] == pytest.approx(expected, abs=1e-5)
+    assert result.summary["baseline_part"] == "held_out"
+    told = " ".join(heads_view.VIEW.findings(result))
+    assert "over the 6 documents of the curve" in told
     mine = [d.windows[0] for d in text.documents]
     assert result.summary["scored_loss"] == pytest.approx(
         oracle.document_losses(plain, mine).mean(), abs=1e-5
@@ -600,7 +604,7 @@ def test_too_few_further_documents_are_no_judge(load):
     text = load_text(tiny.corpus(9), model, documents=8, context=64)  # one is left
     result = run(model, text, exact=True, prune=True)
     assert result.summary["baseline_documents"] == 4
-    assert any("4 of the 8 choose" in notice for notice in result.notices)
+    assert any("only 1 further documents: 4 of the 8 choose" in n for n in result.notices)
 
 
 def test_one_document_has_no_other_to_stand_in(load, corpus):

@@ -145,17 +145,7 @@ def _map(result: Result) -> go.Figure:
             f"dots: {len(outside)} of {len(table)} heads outside the middle 95% of re-paired heads "
             f"({ratio(null[0], 3)} to {ratio(null[1], 3)}), where 5% would be by chance"
         )
-    step = {"tickmode": "linear", "dtick": 1}
-    figure.update_xaxes(
-        title="head", showgrid=False, zeroline=False, **(step if heads <= 20 else {})
-    )
-    figure.update_yaxes(
-        title="layer",
-        showgrid=False,
-        zeroline=False,
-        range=[layers - 0.5, -0.5],
-        **(step if layers <= 32 else {}),
-    )
+    spec.grid_axes(figure, layers, heads)
     return spec.finish(
         figure,
         "Symmetry of A = W_Q W_K^T, per head",

@@ -264,13 +264,10 @@ def _baseline(result: Result) -> str | None:
     ends = interval(summary.get("baseline_low"), summary.get("baseline_high"), unsigned)
     text = f"Loss of the intact model: {unsigned(summary['baseline_loss'])} {NATS}"
     text += f", 95% interval {ends}" if ends else ""
-    count = number(summary.get("baseline_documents"))
-    own = count is not None and count == number(summary.get("documents"))
-    same = own and "held_out" not in summary
-    if same or count is None:
+    if summary.get("baseline_part", "sample") == "sample":
         text += f", over {documents(result)}" if documents(result) else ""
     else:
-        text += f", over the {int(count)} documents of the curve"
+        text += f", over the {count(summary['baseline_documents'])} documents of the curve"
     weighted = number(summary.get("baseline_loss_token_weighted"))
     text += f" (token-weighted {unsigned(weighted)})" if weighted is not None else ""
     return text + "."

@@ -186,21 +186,8 @@ def _map(
             f"beyond \u00b1{MATERIAL}"
         )
     parts.append(note)
-    step = {"tickmode": "linear", "dtick": 1}
-    figure.update_xaxes(
-        title="head",
-        showgrid=False,
-        zeroline=False,
-        range=[-0.5, heads - 0.5],
-        **(step if heads <= 20 else {}),
-    )
-    figure.update_yaxes(
-        title="layer",
-        showgrid=False,
-        zeroline=False,
-        range=[layers - 0.5, -0.5],
-        **(step if layers <= 32 else {}),
-    )
+    spec.grid_axes(figure, layers, heads)
+    figure.update_xaxes(range=[-0.5, heads - 0.5])
     return spec.finish(
         figure,
         title,

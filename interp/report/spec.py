@@ -50,6 +50,21 @@ class FigureSpec:
         return table is not None and all(has(table, column) for column in self.columns)
 
 
+def grid_axes(figure: go.Figure, layers: int, heads: int) -> None:
+    """Axes of a layer-by-head map: layer 0 on top, every tick labelled while there is room."""
+    step = {"tickmode": "linear", "dtick": 1}
+    figure.update_xaxes(
+        title="head", showgrid=False, zeroline=False, **(step if heads <= 20 else {})
+    )
+    figure.update_yaxes(
+        title="layer",
+        showgrid=False,
+        zeroline=False,
+        range=[layers - 0.5, -0.5],
+        **(step if layers <= 32 else {}),
+    )
+
+
 def finish(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
     """Title, sample and margins. `title` and `subtitle` are plain text and are escaped here.
 

@@ -118,12 +118,12 @@ class _Run:
             return
         try:
             held_out = self.text.held_out(len(self.text))
-            if len(held_out) >= max(2, len(self.text) // 2):
-                self.judge = held_out
-                self.notices += [n for n in held_out.notices if n not in self.notices]
-                return
-        except InterpError:
-            pass  # the source has too few further documents: divide those there are
+        except InterpError:  # there are none
+            held_out = None
+        if held_out is not None and len(held_out) >= max(2, len(self.text) // 2):
+            self.judge = held_out
+            self.notices += [n for n in held_out.notices if n not in self.notices]
+            return
         if len(self.text) < 2:
             self.notices.append(
                 "There is one document only: orders are chosen and judged on the same one."
@@ -132,8 +132,9 @@ class _Run:
         self.choosing = np.arange(0, len(self.text), 2)
         self.judge = self.text.subset(list(range(1, len(self.text), 2)))
         self.notices.append(
-            f"The source has too few further documents: {len(self.choosing)} of the "
-            f"{len(self.text)} choose the orders, the other {len(self.judge)} give the curve."
+            f"The source has {f'only {len(held_out)}' if held_out else 'no'} further documents: "
+            f"{len(self.choosing)} of the {len(self.text)} choose the orders, "
+            f"the other {len(self.judge)} give the curve."
         )
 
     def measure(self) -> None:
@@ -148,15 +149,23 @@ class _Run:
             self._measure_curve()
 
     def _sweep(
-        self, text: Text, removals: list[Removal], what: str, kl: bool = False, into: Any = None
+        self,
+        text: Text,
+        removals: list[Removal],
+        what: str,
+        *,
+        kl: bool = False,
+        into: Sweep | None = None,
+        means: importance.Gradients | None = None,
     ) -> Sweep:
+        """Removals under this run's options; z statistics are the sample's unless given."""
         config = self.config
         return measure.sweep(
             self.model,
             text,
             removals,
             config.batch_size,
-            means=self.gradients,
+            means=means or self.gradients,
             kl=kl,
             seed=config.seed,
             progress=config.progress,
@@ -184,14 +193,18 @@ class _Run:
         n = len(self.text)
         self.exact = measure.empty_sweep(n, len(self.all_heads), kl=True)
         self._sweep(
-            self.text, plans[config.ablation], f"{config.ablation} ablation", True, self.exact
+            self.text,
+            plans[config.ablation],
+            f"{config.ablation} ablation",
+            kl=True,
+            into=self.exact,
         )
         self.exact_mean = self.exact
         if n < 2:
             self.exact_mean = None  # there is no other document to take a mean of
         elif config.ablation != "mean":
             self.exact_mean = measure.empty_sweep(n, len(self.all_heads), kl=False)
-            self._sweep(self.text, plans["mean"], "mean ablation", False, self.exact_mean)
+            self._sweep(self.text, plans["mean"], "mean ablation", into=self.exact_mean)
         self._re_estimate()
 
     def _re_estimate(self) -> None:
@@ -206,12 +219,17 @@ class _Run:
         removals = [
             Removal((self.all_heads[i],), self.config.ablation) for e in ends.values() for i in e
         ]
-        if self.config.ablation == "zero":
-            again = self._sweep(self.judge, removals, "held-out heads")
-            own = again.delta
-        else:
-            own = self._held_out_with_own_statistics(removals)
-        estimate = tables.paired(own)
+        means = None
+        if self.config.ablation != "zero":  # what stands in comes from the judging documents too
+            means = importance.gradients(
+                self.model,
+                self.judge,
+                self.config.batch_size,
+                progress=self.config.progress,
+                what="means",
+            )
+        again = self._sweep(self.judge, removals, "held-out heads", means=means)
+        estimate = tables.paired(again.delta)
         for i, (end, j) in enumerate((e, j) for e, rows in ends.items() for j in rows):
             layer, head = self.all_heads[j]
             entry = {
@@ -225,22 +243,6 @@ class _Run:
                 "documents": len(self.judge),
             }
             self.held_out.setdefault(end, []).append(entry)
-
-    def _held_out_with_own_statistics(self, removals: list[Removal]) -> np.ndarray:
-        config = self.config
-        own = importance.gradients(
-            self.model, self.judge, config.batch_size, progress=config.progress, what="means"
-        )
-        return measure.sweep(
-            self.model,
-            self.judge,
-            removals,
-            config.batch_size,
-            means=own,
-            seed=config.seed,
-            progress=config.progress,
-            what="held-out heads",
-        ).delta
 
     def _measure_curve(self) -> None:
         assert self.gradients is not None

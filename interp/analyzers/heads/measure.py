@@ -86,7 +86,7 @@ def sweep(
         clean = splice.run_clean(model, batch, kl=kl)
         splice.check_finite(clean.scores.loss, "loss")
         base.add(0, rows, clean.scores.loss)
-        source = StandIns(model, text, clean, means, donors)
+        source = StandIns(model, clean, means, donors)
         runs = (
             splice.run_edited(model, clean, source.edits(r), from_start=from_start)
             for r in removals
@@ -174,7 +174,7 @@ class Growing:
             if self.single:
                 self._clean = clean
             base.add(0, rows, clean.scores.loss)
-            source = StandIns(self.model, self.text, clean, self.means, None)
+            source = StandIns(self.model, clean, self.means, None)
             last = self._last.get(id(order)) if self.single else None
             for i, n in enumerate(counts):
                 edits = source.edits(order.removal(n))

@@ -37,13 +37,11 @@ class StandIns:
     def __init__(
         self,
         model: Model,
-        text: Text,
         clean: splice.Clean,
         means: Gradients | None,
         donors: Donors | None,
     ) -> None:
-        self.clean, self.means, self.donors = clean, means, donors
-        self.model, self.text = model, text
+        self.model, self.clean, self.means, self.donors = model, clean, means, donors
         self._others: torch.Tensor | None = None
         self._resampled: list[torch.Tensor] | None = None
         self._bias: torch.Tensor | None = None

@@ -56,6 +56,7 @@ HEADS_COLUMNS = {
     "mean_low": Column(NATS, "Lower end of loss_delta_mean's 95% paired t interval."),
     "mean_high": Column(NATS, "Upper end of loss_delta_mean's 95% paired t interval."),
 }
+EXACT_COLUMNS = list(HEADS_COLUMNS)[list(HEADS_COLUMNS).index("loss_delta") :]
 PRUNE_COLUMNS = {
     "order": Column(
         "word",
@@ -77,6 +78,9 @@ SUMMARY_COLUMNS = {
     "baseline_high": Column(NATS, "Upper end of its 95% t interval."),
     "baseline_loss_token_weighted": Column(NATS, "The same, every token counting once."),
     "baseline_documents": Column("documents", "Documents behind baseline_loss."),
+    "baseline_part": Column(
+        "word", "sample: the heads table's documents; held_out or subset: others, to judge orders."
+    ),
     "scored_loss": Column(NATS, "Baseline of the documents that the heads table is measured on."),
     "heads": Column("heads", "Query heads of the model."),
     "documents": Column("documents", "Documents behind the heads table."),
@@ -177,7 +181,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
     assert run.exact.kl is not None
     n = run.exact.loss.shape[1]
     rows, columns = _finished(run.exact.delta + run.exact.kl)
-    out: dict[str, Any] = {name: np.full(n, np.nan) for name in list(HEADS_COLUMNS)[8:]}
+    out: dict[str, Any] = {name: np.full(n, np.nan) for name in EXACT_COLUMNS}
     out["significant"] = np.zeros(n, dtype=bool)
     out["verdict"] = np.full(n, "not measured", dtype=object)
     if columns.any():
@@ -260,6 +264,7 @@ def _summary(run: _Run, heads: pd.DataFrame, orders: list[curve.Order]) -> dict[
         "baseline_high": float(ends.high),
         "baseline_loss_token_weighted": float((base * counts).sum() / counts.sum()),
         "baseline_documents": len(base),
+        "baseline_part": "sample" if text is run.text else text.part,
         "scored_loss": float(scored.mean()),
         "heads": len(heads),
         "documents": len(run.text),
