@@ -29,6 +29,7 @@ SITES = {
     "z": ("attn.hook_z", "[batch, pos, head, d_head]"),
     "attn_out": ("attn.hook_out", "[batch, pos, d_model]"),
     "mlp_in": ("ln2.hook_out", "[batch, pos, d_model]"),
+    "mlp_pre": ("mlp.hook_pre", "[batch, pos, d_mlp]"),  # of the gate, in gated models
     "mlp_post": ("mlp.hook_post", "[batch, pos, d_mlp]"),
     "mlp_out": ("hook_mlp_out", "[batch, pos, d_model]"),
 }

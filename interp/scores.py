@@ -310,6 +310,12 @@ def weights(model: Model, layer: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def in_out(module: Any) -> Tensor:
+    """A projection's weight as [in, out], however it is stored (GPT-2's Conv1D: [in, out])."""
+    weight = module.weight.detach()
+    return weight if type(module).__name__ == "Conv1D" else weight.T
+
+
 def has_biases(model: Model) -> bool:
     """Whether any query or key projection has a bias that is not zero."""
     for block in model.bridge.blocks:
@@ -328,8 +334,7 @@ def _heads(model: Model, part: Any, count: int, what: str, layer: int) -> Tensor
             f"The {what} projection of layer {layer} is a {type(module).__name__} of {model.name}: "
             "its weights cannot be read as a matrix."
         )
-    weight = weight.detach()
-    out_in = weight.T if type(module).__name__ == "Conv1D" else weight
+    out_in = in_out(module).T
     if out_in.shape != (count * model.cfg.d_head, model.cfg.d_model):
         raise InterpError(
             f"The {what} projection of layer {layer} of {model.name} is {tuple(out_in.shape)}; "
@@ -362,8 +367,16 @@ def norm_gain(model: Model, layer: int) -> tuple[Tensor, bool] | None:
     Returns:
         The gain [d_model] in float64, and True for LayerNorm; None where there is no such norm.
     """
-    block = model.bridge.blocks[layer]
-    norm: Any = getattr(getattr(block, "ln1", None), "original_component", None)
+    return _gain(model, getattr(model.bridge.blocks[layer], "ln1", None))
+
+
+def final_norm_gain(model: Model) -> tuple[Tensor, bool] | None:
+    """The same of the norm before the unembedding."""
+    return _gain(model, getattr(model.bridge, "ln_final", None))
+
+
+def _gain(model: Model, part: Any) -> tuple[Tensor, bool] | None:
+    norm: Any = getattr(part, "original_component", None)
     if norm is None or model.cfg.norm not in ("LN", "RMS"):
         return None
     centres = model.cfg.norm == "LN"
@@ -386,9 +399,14 @@ def norm_gain(model: Model, layer: int) -> tuple[Tensor, bool] | None:
 
 def effective(matrix: Tensor, fold: tuple[Tensor, bool] | None) -> Tensor:
     """[..., d_model, d_head] in float64, with gain and centring folded in where `fold` is given."""
-    wide = matrix.double() if matrix.device.type != "mps" else matrix.cpu().double()
+    exact = wide(matrix)
     if fold is None:
-        return wide
+        return exact
     gain, centres = fold
-    wide = wide * gain.to(wide.device)[:, None]
-    return wide - wide.mean(-2, keepdim=True) if centres else wide
+    exact = exact * gain.to(exact.device)[:, None]
+    return exact - exact.mean(-2, keepdim=True) if centres else exact
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float64; off an MPS device, which has none."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
