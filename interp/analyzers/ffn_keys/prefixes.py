@@ -1,0 +1,65 @@
+"""Batches of any rows of tokens: mutated prefixes, documents cut short, copies of a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from interp import hooks
+from interp.model import Model
+from interp.progress import BATCH_TOKENS
+from interp.text import PAD, TokenBatch
+
+
+def rows_of(runs: Sequence[np.ndarray]) -> TokenBatch:
+    """A batch of these token ids, one row each, padded on the right; no position is special."""
+    lengths = torch.tensor([len(r) for r in runs])
+    tokens = torch.full((len(runs), int(lengths.max())), PAD, dtype=torch.long)
+    for row, run in zip(tokens, runs, strict=True):
+        row[: len(run)] = torch.from_numpy(np.asarray(run, dtype=np.int64))
+    mask = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
+    number = torch.arange(len(runs))
+    return TokenBatch(tokens, mask, mask, number, torch.zeros_like(number))
+
+
+def by_length(lengths: Sequence[int], model: Model, tokens: int | None = None) -> list[np.ndarray]:
+    """Indices of rows of similar length together, longest first.
+
+    Args:
+        lengths: of the rows.
+        model: whose device says how many tokens make a batch.
+        tokens: that number, padding included, where it is to be another.
+    """
+    size = tokens or BATCH_TOKENS.get(model.device.type, 2048)
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    out: list[np.ndarray] = []
+    i = 0
+    while i < len(order):
+        rows = max(1, size // lengths[order[i]])
+        out.append(order[i : i + rows])
+        i += rows
+    return out
+
+
+class _DoneError(Exception):
+    """Ends a forward pass after the last site."""
+
+
+def run_through(
+    model: Model, batch: TokenBatch, sites: Sequence[tuple[str, int, hooks.Hook]]
+) -> None:
+    """Run a batch with hooks `(site, layer, function)`; ends after the one that is listed last."""
+    name, layer, last = sites[-1]
+
+    def final(tensor: torch.Tensor) -> None:
+        last(tensor)
+        raise _DoneError
+
+    with (
+        hooks.attached(model, [*sites[:-1], (name, layer, final)]),
+        contextlib.suppress(_DoneError),
+    ):
+        model.forward(batch)
