@@ -17,6 +17,7 @@ from interp.errors import InterpError
 
 if TYPE_CHECKING:
     from interp.analyzers.asymmetry import asymmetry
+    from interp.analyzers.ffn_keys import ffn_keys
     from interp.analyzers.heads import heads
     from interp.model import Model, load_model
     from interp.results import Result, load_result
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _PUBLIC = {
     "asymmetry": "interp.analyzers.asymmetry",
+    "ffn_keys": "interp.analyzers.ffn_keys",
     "heads": "interp.analyzers.heads",
     "load_model": "interp.model",
     "Model": "interp.model",
@@ -43,6 +45,7 @@ __all__ = [
     "Text",
     "__version__",
     "asymmetry",
+    "ffn_keys",
     "heads",
     "load_model",
     "load_result",

@@ -132,7 +132,7 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
         *,
         options: Any = None,
         model: Any = None,
-        text: Annotated[TextOptions | None, _flat("Text")] = None,
+        text: Any = None,
         output: Annotated[OutputOptions | None, _flat("Output")] = None,
     ) -> int:
         with _log_lines() as logger:
@@ -141,7 +141,7 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
                 analyzer,
                 options or analyzer.config(),
                 model or analyzer.models(),
-                text or TextOptions(),
+                text or analyzer.texts(),
                 output or OutputOptions(),
                 logger,
             )
@@ -150,6 +150,7 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
     command.__annotations__ |= {
         "options": Annotated[analyzer.config | None, _flat("Measure")],
         "model": Annotated[analyzer.models | None, _flat("Model")],
+        "text": Annotated[analyzer.texts | None, _flat("Text")],
     }
     app.command(command, name=name)
 

@@ -146,6 +146,14 @@ class TextOptions(_Options):
 
 
 @dataclass(frozen=True)
+class ManyTextOptions(TextOptions):
+    """The same, for what needs many documents."""
+
+    documents: int = 1000
+    """Documents in the seeded sample, 1 or more. Shares of triggers depend on it."""
+
+
+@dataclass(frozen=True)
 class OutputOptions(_Options):
     """Where results go and how they are shown."""
 
@@ -220,6 +228,31 @@ class AsymmetryConfig(RunOptions):
     def needs_text(self) -> bool:
         """Whether anything is measured on text; the weights alone need none."""
         return self.activations or self.symmetrise
+
+
+@dataclass(frozen=True)
+class FfnKeysConfig(RunOptions):
+    """What the keys of the FFN answer to, and what their values say."""
+
+    layer: tuple[int | Literal["all"], ...] = ()
+    """A layer; may be given several times; or all. Default: a tenth, half and nine tenths deep."""
+    key: tuple[int, ...] = ()
+    """Only this key of the layers; may be given several times. Default: all keys."""
+    top: int = 25
+    """Documents with the largest coefficient to keep per key, 1 or more."""
+    sign: Literal["positive", "both"] = "positive"
+    """With both, also the documents with the most negative coefficients."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _must(self.top >= 1, "top", "1 or more", self.top)
+        for name, values in (("layer", self.layer), ("key", self.key)):
+            numbers_ = [v for v in values if v != "all"]
+            _must(all(v >= 0 for v in numbers_), name, "0 or more", values)
+            _must(len(set(values)) == len(values), name, "given once each", values)
+        _must(
+            "all" not in self.layer or len(self.layer) == 1, "layer", "numbers or all", self.layer
+        )
 
 
 def with_options(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interp.config import AsymmetryConfig, HeadsConfig, ModelOptions, ModelsOptions
+from interp.config import (
+    AsymmetryConfig,
+    FfnKeysConfig,
+    HeadsConfig,
+    ManyTextOptions,
+    ModelOptions,
+    ModelsOptions,
+    TextOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,7 @@ class Analyzer:
     # an iterable of models instead of one, and no text. Whether a text is read at all, the config
     # says (needs_text; always where it does not say).
     models: type[ModelOptions] = ModelOptions
+    texts: type[TextOptions] = TextOptions  # its defaults are this command's
 
 
 ANALYZERS = {
@@ -31,5 +40,11 @@ ANALYZERS = {
         "interp.analyzers.asymmetry:asymmetry",
         "Does i asking j differ from j asking i?",
         models=ModelsOptions,
+    ),
+    "ffn-keys": Analyzer(
+        FfnKeysConfig,
+        "interp.analyzers.ffn_keys:ffn_keys",
+        "What do the keys of an FFN answer to, and what do their values say?",
+        texts=ManyTextOptions,
     ),
 }

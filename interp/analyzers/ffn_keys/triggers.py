@@ -11,6 +11,7 @@ key may be as active, a little less, in quite different places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,20 +118,31 @@ class LayerTriggers:
         text: whose batches will be seen.
         n_keys: keys of the layer.
         k: documents per key.
-        negative: also those with the most negative coefficients.
+        signs: 1 for the largest coefficients, -1 for the most negative ones.
+        keys: which of the layer's keys; None: all `n_keys` of them.
     """
 
-    def __init__(self, text: Text, n_keys: int, k: int, negative: bool = False) -> None:
+    def __init__(
+        self,
+        text: Text,
+        n_keys: int,
+        k: int,
+        signs: Sequence[int] = (1,),
+        keys: Sequence[int] | None = None,
+    ) -> None:
         self.index = torch.tensor([d.index for d in text.documents])
         self.context = text.context
         self.windows = any(len(d.windows) > 1 for d in text.documents)
-        self.signs = (1, -1) if negative else (1,)
+        self.signs = tuple(signs)
+        self.keys = None if keys is None else torch.tensor(list(keys))
         self.top = {sign: TopDocuments(k, n_keys) for sign in self.signs}
         self._open: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # a document not yet whole
         self.total = torch.zeros(n_keys, dtype=torch.float64)
         self.positive = torch.zeros(n_keys, dtype=torch.float64)
         self.positions = 0
-        self.gated_positions = 0
+        self.pre_positions = 0
+        self.documents = 0  # that have been begun
+        self._last = NONE
 
     def see(self, coefficients: Float[Tensor, "batch pos key"], batch: TokenBatch) -> None:
         """Take a batch's coefficients in.
@@ -138,8 +150,7 @@ class LayerTriggers:
         Raises:
             InterpError: one of an included position is not finite.
         """
-        if coefficients.dtype.itemsize < 4:
-            coefficients = coefficients.float()
+        coefficients = self._own(coefficients)
         out = _shut_out(batch, coefficients)
         documents = self.index.to(batch.rows.device)[batch.rows]
         for sign in self.signs:
@@ -152,11 +163,18 @@ class LayerTriggers:
             self.top[sign].add(values, documents_, places)
         self.total = self.total + _sum(coefficients, batch)
         self.positions += int(batch.included.sum())
+        new = documents.unique_consecutive()
+        self.documents += len(new) - (int(new[0]) == self._last)
+        self._last = int(new[-1])
 
-    def see_gates(self, pre: Float[Tensor, "batch pos key"], batch: TokenBatch) -> None:
+    def _own(self, values: Tensor) -> Tensor:
+        values = values if self.keys is None else values[..., self.keys.to(values.device)]
+        return values.float() if values.dtype.itemsize < 4 else values
+
+    def see_pre(self, pre: Float[Tensor, "batch pos key"], batch: TokenBatch) -> None:
         """Take a batch's pre-activations in: how often they are positive."""
-        self.positive = self.positive + _sum(pre.clamp(min=0).sign_(), batch)
-        self.gated_positions += int(batch.included.sum())
+        self.positive = self.positive + _sum(self._own(pre).clamp(min=0).sign_(), batch)
+        self.pre_positions += int(batch.included.sum())
 
     def _whole(
         self, sign: int, values: Tensor, documents: Tensor, places: Tensor
@@ -196,7 +214,8 @@ class LayerTriggers:
         self.total = self.total + other.total.to(self.total.device)
         self.positive = self.positive + other.positive.to(self.positive.device)
         self.positions += other.positions
-        self.gated_positions += other.gated_positions
+        self.documents += other.documents
+        self.pre_positions += other.pre_positions
 
     def mean(self) -> Float64[Tensor, " key"]:
         """Mean coefficient over the included positions."""
@@ -204,7 +223,7 @@ class LayerTriggers:
 
     def active(self) -> Float64[Tensor, " key"] | None:
         """Share of the included positions with a positive pre-activation; None if not seen."""
-        return self.positive.cpu() / self.gated_positions if self.gated_positions else None
+        return self.positive.cpu() / self.pre_positions if self.pre_positions else None
 
 
 def _shut_out(batch: TokenBatch, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from scipy import stats as scipy_stats
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from interp.model import Model
 
 TOKENS = 10
 """Top and bottom tokens kept per value."""
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29, "mps": 2**26}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29, "mps": 2**26}
 """Logits of one chunk of values: few enough to be read again from cache, enough for matmuls."""
 DRAWS = 10_000
 BASES = ("raw", "folded")
@@ -63,7 +63,7 @@ class Vocabulary:
         self.size = model.cfg.vocab_size
         self.weight = weight.detach()[: self.size]
         self.chunk = max(
-            1, CHUNK_BYTES.get(model.device.type, 2**26) // (self.size * weight.element_size())
+            1, CHUNK_BYTES.get(model.device.type, 2**25) // (self.size * weight.element_size())
         )
         self.fold = scores.final_norm_gain(model)
 
@@ -99,8 +99,8 @@ class Vocabulary:
         memory: Memory,
         keys: list[int],
         basis: str,
-        up: Int64[Tensor, " key"] | None = None,
-        down: Int64[Tensor, " key"] | None = None,
+        up: np.ndarray | None = None,
+        down: np.ndarray | None = None,
     ) -> Spoken:
         """Everything of some keys' values.
 
@@ -108,20 +108,20 @@ class Vocabulary:
             memory: a layer's.
             keys: of that layer.
             basis: raw or folded.
-            up: token ids whose rank from the top is asked for; -1 for none.
+            up: [key] token ids whose rank from the top is asked for; -1 for none.
             down: the same from the bottom.
         """
         chosen = memory.values if len(keys) == len(memory.values) else memory.values[keys]
         n = min(TOKENS, self.size)
+        none = np.full(len(keys), -1)
         parts: list[tuple[Tensor, ...]] = []
         for at, logits in self.logits(self.directions(chosen, basis)):
             top, bottom = logits.topk(n, dim=1), logits.topk(n, dim=1, largest=False)
-            nothing = torch.full((len(logits),), -1, dtype=torch.long)
             ranks = [
-                _rank(logits, (nothing if ids is None else ids[at]).to(logits.device), sign)
+                _rank(logits, torch.as_tensor(none if ids is None else ids)[at], sign)
                 for ids, sign in ((up, 1), (down, -1))
             ]
-            most = torch.exp(top.values[:, 0] - logits.logsumexp(1))
+            most = logits.softmax(1).amax(1)
             parts.append((top.indices, bottom.indices, most, _kurtosis(logits), *ranks))
         joined = [torch.cat(part).cpu().double().numpy() for part in zip(*parts, strict=True)]
         return Spoken(joined[0].astype(int), joined[1].astype(int), *joined[2:])
@@ -130,11 +130,13 @@ class Vocabulary:
 def _rank(logits: Tensor, ids: Tensor, sign: int) -> Tensor:
     """[key] 1 + how many tokens lie beyond this one; nan where the id is -1."""
     out = torch.full((len(logits),), float("nan"), dtype=torch.float32, device=logits.device)
+    ids = ids.to(logits.device)
     asked = ids >= 0
     if bool(asked.any()):
         rows = logits[asked] if not bool(asked.all()) else logits
         own = rows.gather(1, ids[asked][:, None])
-        out[asked] = 1 + ((rows > own) if sign > 0 else (rows < own)).sum(1).to(out)
+        beyond = (rows > own) if sign > 0 else (rows < own)
+        out[asked] = 1 + beyond.view(torch.uint8).sum(1, dtype=torch.int32).to(out)
     return out
 
 
