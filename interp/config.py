@@ -242,10 +242,32 @@ class FfnKeysConfig(RunOptions):
     """Documents with the largest coefficient to keep per key, 1 or more."""
     sign: Literal["positive", "both"] = "positive"
     """With both, also the documents with the most negative coefficients."""
+    prompt: str | None = None
+    """Which keys say --target after this, over all layers. Alone, no text is read."""
+    target: str | None = None
+    """The token that comes next, with its leading space: " Paris"."""
+    mutation_keys: int = 100
+    """Keys per layer whose triggers lose a token, 0 or more."""
+    mixture_positions: int | Literal["auto"] = "auto"
+    """Positions to see keys mix at; auto: 1000, for more than 4 layers 256."""
+    sample_documents: int | Literal["auto"] = "auto"
+    """Documents that both of these run on; auto: 200, for more than 4 layers 64."""
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a text is read: not for a prompt alone."""
+        return self.prompt is None or bool(self.layer or self.key)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.top >= 1, "top", "1 or more", self.top)
+        both = (self.prompt is None) == (self.target is None)
+        _must(both, "target", "given with --prompt, and only then", self.target)
+        _must(self.mutation_keys >= 0, "mutation-keys", "0 or more", self.mutation_keys)
+        for name, least in (("mixture_positions", 0), ("sample_documents", 1)):
+            value = getattr(self, name)
+            ok = value == "auto" or int(value) >= least
+            _must(ok, name.replace("_", "-"), f"{least} or more, or auto", value)
         for name, values in (("layer", self.layer), ("key", self.key)):
             numbers_ = [v for v in values if v != "all"]
             _must(all(v >= 0 for v in numbers_), name, "0 or more", values)

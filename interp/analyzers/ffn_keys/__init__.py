@@ -7,6 +7,9 @@ Layers Are Key-Value Memories"): output = sum over keys of coefficient * value +
   prefix that ends there and what follows it.
 * values: the tokens that a value raises most in vocabulary space, and how often the top one is the
   next token of the key's first trigger (agreement), against two null models.
+* what triggers share: their last tokens, the text before them, and what a dropped token does to the
+  coefficient (`patterns`, `earlier`, `mutation`); how many keys make an output, and what it does to
+  the prediction (`mixture`); which keys say a token after a prompt (`lookup`).
 
 What the numbers do not show. The largest coefficients are a small part of a key's work: what they
 have in common need not be what the key is for. Shares and agreement depend on the number of
@@ -19,12 +22,15 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from interp import hooks, scores
-from interp.analyzers.ffn_keys import coefficients, tables
+from interp.analyzers.ffn_keys import answers, coefficients, kinds, tables
+from interp.analyzers.ffn_keys.kinds import Kinds
 from interp.analyzers.ffn_keys.reading import Reader, next_frequency
 from interp.analyzers.ffn_keys.triggers import LayerTriggers, Top
 from interp.analyzers.ffn_keys.values import Agreement, Spoken, Vocabulary, agreement
@@ -33,7 +39,7 @@ from interp.errors import InterpError, UsageError
 from interp.model import Model
 from interp.progress import track
 from interp.results import Result
-from interp.text import Text
+from interp.text import Text, TokenBatch
 
 ENOUGH = 1000
 """Documents below which a notice says that shares of triggers and agreement depend on them."""
@@ -41,20 +47,22 @@ DEPTHS = (0.1, 0.5, 0.9)
 
 
 def ffn_keys(
-    model: Model, text: Text, config: FfnKeysConfig | None = None, /, **options: Any
+    model: Model, text: Text | None = None, config: FfnKeysConfig | None = None, /, **options: Any
 ) -> Result:
     """Find every key's triggers, and read its value.
 
     Args:
         model: from `load_model`; with dense FFNs.
-        text: from `load_text`, tokenised for the same model; 1,000 documents or more.
+        text: from `load_text`, tokenised for the same model; 1,000 documents or more. Not looked
+            at where only a prompt is asked about.
         config: all options at once, or
         **options: fields of `FfnKeysConfig` by name (`layer=(6,), top=50, ...`).
 
     Returns:
-        A Result with tables `keys` (one row per key), `triggers` (one per key and trigger) and
-        `ffn_layers`. Interrupted with Ctrl-C it holds what was measured so far and `complete` is
-        False.
+        A Result with tables `keys` (one row per key), `triggers` (one per key and trigger),
+        `ffn_layers`, `mutation`, with keys chosen `histogram`, and with a prompt `prompt_keys` and
+        `prompt_layers`. Interrupted with Ctrl-C it holds what was measured so far and `complete`
+        is False.
 
     Raises:
         InterpError: an unknown option, a layer or key that is not there, a model without dense
@@ -62,7 +70,12 @@ def ffn_keys(
 
     Source: Geva et al. (2021), arXiv:2012.14913.
     """
-    run = Run(model, text, with_options(FfnKeysConfig, config, options))
+    config = with_options(FfnKeysConfig, config, options)
+    if not config.needs_text:
+        return answers.prompt_alone(model, config)
+    if text is None:
+        raise UsageError("ffn_keys needs a text for the keys' triggers: pass one from load_text.")
+    run = Run(model, text, config)
     try:
         with model.measuring():
             run.measure()
@@ -120,6 +133,11 @@ class Run:
         self.reader: Reader | None = None
         self.spoken: dict[tuple[int, str], Spoken] = {}
         self.agreed: dict[tuple[int, str], Agreement] = {}
+        self.kinds = Kinds()
+        self.collected = {
+            layer: answers.Collected(self.keys) for layer in self.layers if config.key
+        }
+        self.asked: answers.Asked | None = None
         self._say_what_to_mind()
 
     @property
@@ -166,7 +184,10 @@ class Run:
             )
 
     def measure(self) -> None:
-        """Triggers, values, agreement: in this order, so that an interruption loses least."""
+        """Triggers, values, kinds of patterns: in this order, for an interruption to lose least."""
+        if self.config.prompt is not None:
+            self.asked = answers.ask(self.model, self.config, self.text.bos)
+            self.notices += self.asked.question.notices
         self.error = coefficients.check(self.model, self.text, self.layers)
         try:
             self._stream()
@@ -177,6 +198,7 @@ class Run:
                     self.top |= {(layer, sign): top.compute() for sign, top in one.top.items()}
             self.reader = Reader(self.text, self.top.values())
         self._values()
+        kinds.measure(self, self.kinds)
 
     def _stream(self) -> None:
         pre = {}
@@ -188,11 +210,20 @@ class Run:
         coefficients.stream(
             self.model,
             self.text,
-            {layer: one.see for layer, one in self.found.items()},
+            {layer: self._see(layer) for layer in self.layers},
             self.config.batch_size,
             pre=pre,
             progress=self.config.progress,
         )
+
+    def _see(self, layer: int) -> Callable[[Tensor, TokenBatch], None]:
+        """What happens to a layer's coefficients."""
+
+        def both(tensor: Tensor, batch: TokenBatch) -> None:
+            self.found[layer].see(tensor, batch)
+            self.collected[layer].see(tensor, batch)
+
+        return both if layer in self.collected else self.found[layer].see
 
     def _values(self) -> None:
         assert self.reader is not None

@@ -107,6 +107,7 @@ def sample(at: Positions, documents: np.ndarray, n: int, seed: int) -> np.ndarra
 class Mixture:
     """One layer at the sampled positions, arrays [position] in the order of the text.
 
+    n_keys: of the layer.
     document: its place in the Text.
     active90, active99: keys that leave at most 10% and 1% unexplained.
     agrees: whether one of the keys of 90% has the output's top token; agrees_null: that of the
@@ -115,6 +116,7 @@ class Mixture:
     same: whether top(r) is the output's own top token.
     """
 
+    n_keys: int
     document: np.ndarray
     active90: np.ndarray
     active99: np.ndarray
@@ -254,4 +256,4 @@ def _finish(one: _Layer, document: np.ndarray, up: np.ndarray, down: np.ndarray)
     overridden = np.where(after == own, OVERRIDDEN, REFINED)
     moved = np.where(after == before, UNCHANGED, overridden)
     few, most = one.counts
-    return Mixture(document, few, most, agrees, by_chance, moved, before == own)
+    return Mixture(len(up), document, few, most, agrees, by_chance, moved, before == own)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from interp.analyzers.ffn_keys.patterns import Positions
 from interp.analyzers.ffn_keys.prefixes import by_length, rows_of
 from interp.model import Model
 from interp.progress import track
+
+Name = TypeVar("Name", bound=Hashable)
 
 DROPPED = ("first", "random", "last")
 READ = ("none", *DROPPED)
@@ -118,12 +121,12 @@ def plan(at: Positions, places: np.ndarray, rng: np.random.Generator) -> Plan:
 def measure(
     model: Model,
     at: Positions,
-    asked: Mapping[Hashable, Asked],
+    asked: Mapping[Name, Asked],
     *,
     seed: int = 0,
     batch_tokens: int | None = None,
     progress: bool = False,
-) -> dict[Hashable, Mutated]:
+) -> dict[Name, Mutated]:
     """Mutate all triggers asked for, of whatever layers, in one pass over the prefixes.
 
     Args:
@@ -183,13 +186,13 @@ class _Reads:
 def _read(
     model: Model,
     runs: list[np.ndarray],
-    asked: Mapping[Hashable, Asked],
-    reads: Mapping[Hashable, _Reads],
+    asked: Mapping[Name, Asked],
+    reads: Mapping[Name, _Reads],
     slot: np.ndarray,
-    out: dict[Hashable, dict[str, np.ndarray]],
+    out: dict[Name, dict[str, np.ndarray]],
 ) -> None:
     """Run one batch and put what it answers into `out`."""
-    wanted: dict[int, list[tuple[Hashable, np.ndarray]]] = {}
+    wanted: dict[int, list[tuple[Name, np.ndarray]]] = {}
     for name, one in reads.items():
         here = np.flatnonzero(slot[one.run] >= 0)
         if len(here):

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.ffn_keys import columns, reading
+from interp.analyzers.ffn_keys import answers, columns, kinds, kinds_columns, reading
 from interp.analyzers.ffn_keys.values import BASES, Agreement, Spoken
 from interp.results import Column, Result
 
@@ -28,15 +28,32 @@ def assemble(run: Run) -> Result:
         "triggers": _triggers(run),
         "ffn_layers": _layers(run, layers),
     }
-    known = {"keys": columns.KEYS, "triggers": columns.TRIGGERS, "ffn_layers": columns.LAYERS}
-    summary = _summary(run, layers)
+    known = {
+        "keys": columns.KEYS | kinds_columns.KEYS,
+        "triggers": columns.TRIGGERS,
+        "ffn_layers": columns.LAYERS | kinds_columns.LAYERS,
+        "mutation": kinds_columns.MUTATION,
+        "histogram": kinds_columns.HISTOGRAM,
+        "prompt_keys": kinds_columns.PROMPT_KEYS,
+        "prompt_layers": kinds_columns.PROMPT_LAYERS,
+    }
+    if (mutated := kinds.mutation_table(run.kinds)) is not None:
+        tables["mutation"] = mutated
+    if run.collected:
+        parts = [run.collected[layer].histogram(layer) for layer in layers]
+        tables["histogram"] = pd.concat(parts, ignore_index=True)
+    summary = _summary(run, layers) | kinds.summary(run.kinds, layers, run.config.seed)
+    if run.asked is not None:
+        tables |= answers.prompt_tables(run.model, run.asked)
+        summary["prompt"] = answers.prompt_summary(run.model, run.asked)
+    described = columns.SUMMARY | kinds_columns.SUMMARY
     return Result(
         analyzer="ffn-keys",
         config=dataclasses.asdict(run.config),
         model=run.model.describe(),
         data=run.text.describe(),
         summary=summary,
-        summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
+        summary_columns={k: v for k, v in described.items() if k in summary},
         tables=tables,
         columns={name: _described(table, known[name]) for name, table in tables.items()},
         notices=run.notices,
@@ -70,11 +87,11 @@ def _keys(run: Run, layer: int) -> pd.DataFrame:
     for basis, suffix in SUFFIX.items():
         if (layer, basis) in run.spoken:
             table |= _spoken(run, layer, run.spoken[layer, basis], suffix)
-    return pd.DataFrame(table)
+    return pd.DataFrame(table | kinds.key_columns(run.kinds, layer, run.signs))
 
 
 def _extreme(run: Run, layer: int, sign: int) -> np.ndarray:
-    return sign * run.top[layer, sign].values[:, 0].double().numpy() + 0.0
+    return sign * run.top[layer, sign].values.amax(1).double().numpy() + 0.0
 
 
 def _spoken(run: Run, layer: int, spoken: Spoken, suffix: str) -> dict[str, Any]:
@@ -148,7 +165,8 @@ def _layers(run: Run, layers: list[int]) -> pd.DataFrame:
         ranks = [_median(one and one.rank) for one in spoken]
         table[f"next_token_rank_median{suffix}"] = ranks
         table[f"value_kurtosis_median{suffix}"] = [_median(one and one.kurtosis) for one in spoken]
-    return pd.DataFrame(table)
+    more = pd.DataFrame([kinds.layer_columns(run.kinds, layer, run.signs) for layer in layers])
+    return pd.concat([pd.DataFrame(table), more], axis=1)
 
 
 def _median(values: Any) -> float:
