@@ -23,8 +23,10 @@ from interp.analyzers.ffn_keys.patterns import Positions
 LOCAL = 4
 """Tokens at the end of a prefix that are no earlier text: the trigger and the 3 before it, so that
 a fixed phrase does not count as a common topic."""
-CONTEXT_DRAWS = 20
-ROUNDS = 8
+CONTEXT_DRAWS = 19
+"""By chance a key is above all of them once in 20."""
+ROUNDS = 4
+"""Attempts to match a token, and then as many to match its frequency."""
 POOL = 50_000
 
 
@@ -125,13 +127,16 @@ class EarlierText:
         """
         match = np.full_like(places, -1)
         for turn in range(2 * ROUNDS):
-            free = (places >= 0) & (match < 0)
-            if not free.any():
+            rows = np.flatnonzero(((places >= 0) & (match < 0)).any(1))
+            if not len(rows):
                 break
-            match[free] = self.groups[turn // ROUNDS].draw(places[free], rng)
-            taken = (match[:, :, None] == places[:, None, :]).any(2)
-            match[taken] = -1
-            match[_repeats(np.where(match >= 0, self.at.document[match], -1))] = -1
+            own, found = places[rows], match[rows]
+            free = (own >= 0) & (found < 0)
+            found[free] = self.groups[turn // ROUNDS].draw(own[free], rng)
+            taken = (found[:, :, None] == own[:, None, :]).any(2)
+            found[taken] = -1
+            found[_repeats(np.where(found >= 0, self.at.document[found], -1))] = -1
+            match[rows] = found
         return match
 
     @cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from interp.analyzers.ffn_keys.earlier import CONTEXT_DRAWS, LOCAL
+from interp.analyzers.ffn_keys.patterns import DRAWS
 from interp.results import Column
 
 SHARE, KEYS_, POS = "share of triggers", "share of keys", "share of positions"
@@ -12,7 +14,7 @@ _WHAT = {
     "same_last_shape": "word shape of the trigger (case, digits, leading space; runs collapsed)",
 }
 _EARLIER = (
-    "mean TF-IDF cosine over pairs of triggers, of their windows up to 4 tokens before the end, "
+    f"mean TF-IDF cosine over pairs of triggers, of their windows but the last {LOCAL} tokens, "
     "without the trigger's own term"
 )
 _MATCHED = (
@@ -46,9 +48,12 @@ def _keys() -> dict[str, Column]:
             )
         similarity = f"earlier_similarity{end}"
         out[similarity] = Column(COSINE, f"Of {triggers}: {_EARLIER}.")
-        out[f"{similarity}_null"] = Column(COSINE, f"The same of {_MATCHED}; mean of 20 draws.")
+        out[f"{similarity}_null"] = Column(
+            COSINE, f"The same of {_MATCHED}; mean of {CONTEXT_DRAWS} draws."
+        )
         out[f"{similarity}_beyond"] = Column(
-            "true or false", f"{similarity} is above all 20 draws (by chance: 1 key in 21)."
+            "true or false",
+            f"{similarity} is above all {CONTEXT_DRAWS} draws (by chance 1 key in 20).",
         )
     return out
 
@@ -60,7 +65,7 @@ def _layers() -> dict[str, Column]:
             of = f"{name}{end}"
             out[of] = Column(SHARE, f"Mean over keys of {of}.")
             null = "Of random positions, as many as most keys have triggers"
-            out[f"{of}_null"] = Column(SHARE, f"{null}: mean of {of} over 2,000 draws.")
+            out[f"{of}_null"] = Column(SHARE, f"{null}: mean of {of} over {DRAWS:,} draws.")
             out[f"{of}_null_95"] = Column(SHARE, f"{null}: 95th percentile.")
             out[f"{of}_null_99"] = Column(SHARE, f"{null}: 99th percentile.")
             for level in ("95", "99"):
@@ -77,7 +82,7 @@ def _layers() -> dict[str, Column]:
         out[gap] = Column(COSINE, f"Mean over keys of {similarity} minus {similarity}_null.")
         out |= _ends(gap, COSINE, "keys")
         out[f"{similarity}_beyond"] = Column(
-            KEYS_, "Keys above all 20 draws of matched positions; about 1 in 21 by chance."
+            KEYS_, f"Keys above all {CONTEXT_DRAWS} draws of matched positions; by chance 1 in 20."
         )
         out[f"earlier_same_token{end}"] = Column(
             "share of matches", "Matched positions with the trigger's very token."
