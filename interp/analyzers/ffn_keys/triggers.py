@@ -1,9 +1,10 @@
 """The documents in which each key's coefficient is largest, found in one pass.
 
 A document counts once per key, at the position of its largest coefficient (the first of equal
-ones). Of equal documents the earlier one ranks first, so the triggers depend on neither the batch
-size nor the order in which shards are merged. What is kept is `k` documents per key and a few sums:
-nothing that grows with the text.
+ones). Of equal documents the earlier one ranks first. Documents that begin alike are equal; what
+rounding makes of that (NEAR) does not count, so that triggers depend neither on the batch size nor
+on the order in which shards are merged. What is kept is little more than `k` documents per key and
+a few sums: nothing that grows with the text.
 
 What a trigger does not show: that the key is about what its largest coefficients have in common. A
 key may be as active, a little less, in quite different places.
@@ -22,6 +23,10 @@ from interp.errors import InterpError
 from interp.text import Text, TokenBatch
 
 NONE = -1
+NEAR = 1e-5
+"""Difference of successive values, relative to the key's largest, up to which they are equal."""
+MARGIN = 8
+"""Documents kept beyond the k-th, since one that is as good as equal to it may come before it."""
 
 
 class Top(NamedTuple):
@@ -75,21 +80,26 @@ class TopDocuments:
     def _take(self, values: Tensor, names: Tensor) -> None:
         values = torch.cat([self._values.to(values), values], 1)
         names = torch.cat([self._names.to(names.device), names], 1)
-        if values.shape[1] > self.k:
-            chosen = _largest(values, names, self.k)
+        if values.shape[1] > self.k + MARGIN:
+            chosen = _largest(values, names, self.k + MARGIN)
             values, names = values.gather(1, chosen), names.gather(1, chosen)
         self._values, self._names = values, names
 
     def compute(self) -> Top:
         """The documents of every key, ranked."""
+        pad = torch.nn.functional.pad
         names, order = self._names.sort(dim=1)
         documents = names >> 32
         if bool((documents.diff(dim=1) == 0).any()):
             raise InterpError("Triggers got a document twice. Was a batch counted twice?")
         values, by_value = self._values.gather(1, order).sort(dim=1, descending=True, stable=True)
-        names = names.gather(1, by_value)
+        apart = values[:, :-1] - values[:, 1:] > NEAR * values.abs().amax(1, keepdim=True)
+        group = pad(apart.long().cumsum(1), (1, 0))
+        names, order = names.gather(1, by_value).sort(dim=1)
+        by_group = group.gather(1, order).sort(dim=1, stable=True).indices[:, : self.k]
+        names = names.gather(1, by_group)
+        values = values.gather(1, order.gather(1, by_group))
         short = self.k - values.shape[1]
-        pad = torch.nn.functional.pad
         return Top(
             pad(values, (0, short), value=float("-inf")).cpu(),
             pad(names >> 32, (0, short), value=NONE).cpu(),
