@@ -172,6 +172,7 @@ def layer_columns(kinds: Kinds, layer: int, signs: tuple[int, ...]) -> dict[str,
         row[f"earlier_similarity{end}"] = _mean(before.similarity)
         row[f"earlier_similarity{end}_null"] = _mean(before.null)
         row |= _interval(f"earlier_gap{end}", gap[~np.isnan(gap)])
+        row[f"earlier_gap_median{end}"] = _median(gap)
         row[f"earlier_similarity{end}_beyond"] = _mean(np.where(np.isnan(gap), gap, before.beyond))
         row[f"earlier_same_token{end}"] = before.same_token
     if layer in kinds.mixed:
@@ -231,6 +232,11 @@ def _interval(name: str, values: np.ndarray) -> dict[str, float]:
 def _mean(values: np.ndarray) -> float:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else np.nan
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else np.nan
 
 
 def mutation_table(kinds: Kinds) -> pd.DataFrame | None:

@@ -81,6 +81,9 @@ def _layers() -> dict[str, Column]:
         gap = f"earlier_gap{end}"
         out[gap] = Column(COSINE, f"Mean over keys of {similarity} minus {similarity}_null.")
         out |= _ends(gap, COSINE, "keys")
+        out[f"earlier_gap_median{end}"] = Column(
+            COSINE, "Median over keys: documents that begin alike make a few keys' very large."
+        )
         out[f"{similarity}_beyond"] = Column(
             KEYS_, f"Keys above all {CONTEXT_DRAWS} draws of matched positions; by chance 1 in 20."
         )
