@@ -20,6 +20,7 @@ BENCHMARKS = {
     "memory": "peak memory over that with fewer documents",
     "importance": "interp's gradients over one forward and one backward pass",
     "exact": "every head removed one at a time",
+    "ffn_keys": "the triggers of all keys in one pass over the text",
     "asymmetry": "weight metrics over A written out, scores on text over a forward pass",
 }
 RESULTS = Path(__file__).with_name("results.md")

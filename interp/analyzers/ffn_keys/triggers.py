@@ -3,8 +3,8 @@
 A document counts once per key, at the position of its largest coefficient (the first of equal
 ones). Of equal documents the earlier one ranks first. Documents that begin alike are equal; what
 rounding makes of that (NEAR) does not count, so that triggers depend neither on the batch size nor
-on the order in which shards are merged. What is kept is little more than `k` documents per key and
-a few sums: nothing that grows with the text.
+on the order in which shards are merged. What is kept is `k` documents per key and a few sums, and
+nothing that grows with the text.
 
 What a trigger does not show: that the key is about what its largest coefficients have in common. A
 key may be as active, a little less, in quite different places.
@@ -25,8 +25,6 @@ from interp.text import Text, TokenBatch
 NONE = -1
 NEAR = 1e-5
 """Difference of successive values, relative to the key's largest, up to which they are equal."""
-MARGIN = 8
-"""Documents kept beyond the k-th, since one that is as good as equal to it may come before it."""
 
 
 class Top(NamedTuple):
@@ -80,8 +78,8 @@ class TopDocuments:
     def _take(self, values: Tensor, names: Tensor) -> None:
         values = torch.cat([self._values.to(values), values], 1)
         names = torch.cat([self._names.to(names.device), names], 1)
-        if values.shape[1] > self.k + MARGIN:
-            chosen = _largest(values, names, self.k + MARGIN)
+        if values.shape[1] > self.k:
+            chosen = _largest(values, names, self.k)
             values, names = values.gather(1, chosen), names.gather(1, chosen)
         self._values, self._names = values, names
 
@@ -93,10 +91,10 @@ class TopDocuments:
         if bool((documents.diff(dim=1) == 0).any()):
             raise InterpError("Triggers got a document twice. Was a batch counted twice?")
         values, by_value = self._values.gather(1, order).sort(dim=1, descending=True, stable=True)
-        apart = values[:, :-1] - values[:, 1:] > NEAR * values.abs().amax(1, keepdim=True)
+        apart = values[:, :-1] - values[:, 1:] > _near(values)
         group = pad(apart.long().cumsum(1), (1, 0))
         names, order = names.gather(1, by_value).sort(dim=1)
-        by_group = group.gather(1, order).sort(dim=1, stable=True).indices[:, : self.k]
+        by_group = group.gather(1, order).sort(dim=1, stable=True).indices
         names = names.gather(1, by_group)
         values = values.gather(1, order.gather(1, by_group))
         short = self.k - values.shape[1]
@@ -107,17 +105,25 @@ class TopDocuments:
         )
 
 
+def _near(values: Tensor) -> Tensor:
+    """[key, 1] what difference of a key's values is none."""
+    size = values.abs()
+    return NEAR * torch.where(size.isinf(), 0, size).amax(1, keepdim=True)
+
+
 def _largest(values: Tensor, names: Tensor, k: int) -> Tensor:
     """[key, k] which of [key, n] are the largest; of equal ones those with the smaller names."""
     best = values.topk(k, dim=1, sorted=False)
     chosen = best.indices
-    least = best.values.amin(1, keepdim=True)
-    # topk takes any of several equal values: where the k-th has an equal outside, sort instead.
-    tied = (values >= least).sum(1) > k
+    least, near = best.values.amin(1, keepdim=True), _near(values)
+    # topk takes any of several equal values: where the k-th has an equal outside, choose by name.
+    tied = (values >= least - near).sum(1) > k
     if bool(tied.any()):
+        some, least, near = values[tied], least[tied], near[tied]
+        kind = (some <= least + near).long() + (some < least - near)  # above, equal, below
         order = names[tied].argsort(dim=1)
-        by_value = values[tied].gather(1, order).sort(dim=1, descending=True, stable=True)
-        chosen[tied] = order.gather(1, by_value.indices[:, :k])
+        by_kind = kind.gather(1, order).sort(dim=1, stable=True).indices[:, :k]
+        chosen[tied] = order.gather(1, by_kind)
     return chosen
 
 

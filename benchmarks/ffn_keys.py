@@ -1,0 +1,199 @@
+"""Triggers of all keys against a bare forward pass, and against run_with_cache, cat and topk.
+
+Tokens per second of the pass that finds triggers over those of a forward pass without it: up to the
+layer asked for, or, for all layers, of the whole model. The values are read once, whatever the text
+is; their seconds are in the notes. The other way is what one writes with TransformerLens: cache the
+layer's hook_post for every batch, concatenate, topk (which ranks positions, not documents).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.common import ZERO, Options, Row, full_text, random_documents, save_gpt2
+from benchmarks.common import smollm2, timed
+from interp.analyzers.ffn_keys import coefficients
+from interp.analyzers.ffn_keys.triggers import LayerTriggers
+from interp.analyzers.ffn_keys.values import Vocabulary
+from interp.model import Model
+from interp.progress import batches
+from interp.text import Text
+
+ONE, ALL, GROWTH = 0.9, 0.75, 1.05
+TOP = 25
+CONTEXT = 64
+LAYERS = (0, 6, 27)
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_inner": 1024, "vocab_size": 1024}
+SHAPE |= {"n_positions": CONTEXT}
+COUNTS = (200, 2000)
+
+
+def run(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    names = [f"layer {layer}, all keys" for layer in LAYERS]
+    asked = [n for n in [*names, "all layers", "TransformerLens"] if options.wants(n)]
+    if asked:
+        model = smollm2(options.device)
+        rows_per_batch = max(1, 2048 // CONTEXT)
+        text = full_text(model, 2 * rows_per_batch, CONTEXT)
+        with model.measuring():
+            for layer, name in zip(LAYERS, names, strict=True):
+                if name in asked:
+                    rows.append(pass_over(name, model, text, [layer], rows_per_batch, options))
+            if "all layers" in asked:
+                every = list(range(model.cfg.n_layers))
+                rows.append(pass_over("all layers", model, text, every, rows_per_batch, options))
+            if "TransformerLens" in asked:
+                rows.append(against_cache(model, text, rows_per_batch, options))
+    if options.wants("memory"):
+        rows += memory(options)
+    return rows
+
+
+def find(model: Model, text: Text, layers: list[int], size: int) -> dict[int, LayerTriggers]:
+    """interp's pass."""
+    found = {layer: LayerTriggers(text, model.cfg.d_mlp, TOP) for layer in layers}
+    coefficients.stream(
+        model,
+        text,
+        {layer: one.see for layer, one in found.items()},
+        size,
+        pre={layer: one.see_pre for layer, one in found.items()},
+    )
+    return found
+
+
+def pass_over(
+    name: str, model: Model, text: Text, layers: list[int], size: int, options: Options
+) -> Row:
+    """Tokens per second over those of a bare pass."""
+    whole = len(layers) == model.cfg.n_layers
+
+    def bare() -> None:
+        for batch in batches(model, text, size):
+            if whole:
+                model.forward(batch)
+            else:
+                model.bridge(
+                    batch.tokens,
+                    attention_mask=batch.attention_mask,
+                    use_cache=False,
+                    stop_at_layer=layers[-1] + 1,
+                )
+
+    find(model, text, layers, size)
+    ratios, cpu, own = [], [], ZERO
+    for _ in range(options.reps or 5):
+        _, plain = timed(bare, model.device)
+        _, own = timed(lambda: find(model, text, layers, size), model.device)
+        ratios.append(plain.wall / own.wall)
+        cpu.append(plain.cpu / own.cpu)
+    vocabulary = Vocabulary(model)
+
+    def read() -> None:
+        memory = coefficients.memory(model, layers[-1])
+        for basis in vocabulary.bases:
+            vocabulary.read(memory, list(range(model.cfg.d_mlp)), basis)
+
+    _, values = timed(read, model.device)
+    note = (
+        f"{name}: {text.tokens} tokens of the embedded model in batches of {size} documents, "
+        f"{text.tokens / own.wall:.0f} tokens per second; reading one layer's values takes "
+        f"{values.wall:.1f} s more, once."
+    )
+    target = ALL if whole else ONE
+    return Row(name, "interp / bare, tokens per s", ratios, cpu, at_least=target, notes=[note])
+
+
+def theirs(model: Model, text: Text, layer: int, size: int) -> torch.Tensor:
+    """[key, rank] largest coefficients, position 0 left out, as one writes it."""
+    name = f"blocks.{layer}.mlp.hook_post"
+    kept = []
+    for batch in batches(model, text, size):
+        _, cache = model.bridge.run_with_cache(batch.tokens, names_filter=name)
+        kept.append(cache[name][:, 1:].flatten(0, 1))
+    return torch.cat(kept).topk(TOP, dim=0).values.T
+
+
+def against_cache(model: Model, text: Text, size: int, options: Options) -> Row:
+    """How many times faster, for one layer."""
+    layer = LAYERS[1]
+    ratios, cpu, gap = [], [], 0.0
+    for _ in range(options.reps or 3):
+        other, slow = timed(lambda: theirs(model, text, layer, size), model.device)
+        found, own = timed(lambda: find(model, text, [layer], size), model.device)
+        mine = found[layer].top[1].compute().values
+        gap = max(gap, float((mine[:, 0] - other[:, 0].cpu()).abs().max()))
+        ratios.append(slow.wall / own.wall)
+        cpu.append(slow.cpu / own.cpu)
+    note = (
+        f"TransformerLens, layer {layer}: run_with_cache runs the whole model, the unembedding "
+        "included; interp stops after the layer. The difference is of the largest coefficients."
+    )
+    return Row("TransformerLens, time", "cache / interp", ratios, cpu, gap=gap, notes=[note])
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def memory(options: Options) -> list[Row]:
+    """Peaks of fresh processes on a small random model, all layers."""
+    few, many, other = [], [], []
+    with TemporaryDirectory() as temporary:
+        folder = save_gpt2(Path(temporary) / "small", **SHAPE)
+        for _ in range(options.reps or 3):
+            few.append(peak("interp", folder, COUNTS[0]))
+            many.append(peak("interp", folder, COUNTS[1]))
+            other.append(peak("cache", folder, COUNTS[1]))
+    note = (
+        f"memory: {statistics.median(few):.0f} MB with {COUNTS[0]} documents of {CONTEXT} tokens, "
+        f"{statistics.median(many):.0f} MB with {COUNTS[1]}; {statistics.median(other):.0f} MB "
+        f"with run_with_cache, cat and topk of one layer of {SHAPE['n_inner']} keys."
+    )
+    growth = [b / a for a, b in zip(few, many, strict=True)]
+    saved = [b / a for a, b in zip(many, other, strict=True)]
+    ratio = f"{COUNTS[1]} / {COUNTS[0]} documents"
+    return [
+        Row("memory, all layers", ratio, growth, at_most=GROWTH, notes=[note]),
+        Row("memory, TransformerLens", "cache / interp", saved),
+    ]
+
+
+def peak(which: str, folder: Path, documents: int) -> float:
+    """Peak resident MB of a fresh process that makes this run."""
+    command = [sys.executable, "-m", "benchmarks.ffn_keys", which, str(folder), str(documents)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{which} with {documents} documents failed: {done.stderr[-800:]}")
+    return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
+
+
+def child(which: str, folder: str, documents: int) -> int:
+    """The run itself; returns this process's peak in bytes."""
+    import resource
+
+    import interp
+
+    made = random_documents(documents, CONTEXT, SHAPE["vocab_size"])
+    model = interp.load_model(folder, device="cpu")
+    text = interp.load_text(made, model, documents=documents, context=CONTEXT)
+    options: dict[str, Any] = {"layer": ("all",), "progress": False}
+    if which == "interp":
+        interp.ffn_keys(model, text, **options)
+    else:
+        with model.measuring():
+            theirs(model, text, 0, 32)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak": child(sys.argv[1], sys.argv[2], int(sys.argv[3]))}))
