@@ -18,8 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ZERO, Options, Row, full_text, random_documents, save_gpt2
-from benchmarks.common import smollm2, timed
+from benchmarks.common import (
+    ZERO,
+    Options,
+    Row,
+    full_text,
+    random_documents,
+    save_gpt2,
+    smollm2,
+    timed,
+)
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.triggers import LayerTriggers
 from interp.analyzers.ffn_keys.values import Vocabulary
