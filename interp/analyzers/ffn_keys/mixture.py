@@ -42,7 +42,7 @@ from interp.progress import track
 LIMITS = (0.1, 0.01)
 UNCHANGED, REFINED, OVERRIDDEN = range(3)
 CHUNK = 256
-LOGIT_BYTES = 2**27
+LOGIT_BYTES = 2**25
 
 
 def active_count(

@@ -1,4 +1,10 @@
-"""Whether something rises or falls with depth: Spearman's rho over layers, keys resampled."""
+"""Whether something rises or falls with depth: Spearman's rho over layers, keys resampled.
+
+What a trend does not show: that training made it. In a model with random weights too the last token
+counts for less the deeper the layer, since every block mixes others into the stream; compare with
+such a model. Layers are no sample: the interval says how well the means are known, not how other
+models would do.
+"""
 
 from __future__ import annotations
 
