@@ -20,14 +20,14 @@ from interp.model import load_model
 from interp.text import load_text
 from tests import oracle, tiny
 
-SEEDS = {"gpt2": 2, "neox": 1, "llama": 2}  # of weights; chosen for curves that cross in between
+SEEDS = {"gpt2": 4, "neox": 1, "llama": 3}  # of weights; chosen for curves that cross in between
 STEPS = {"gpt2": [0, 6, 12], "neox": [0, 8, 15], "llama": [0, 9, 18]}  # of --step 0.5
 RANDOM_STEPS = {
     "gpt2": [0, 1, 2, 5, 7, 10, 12],
     "neox": [0, 2, 3, 6, 9, 12, 15],
     "llama": [0, 2, 4, 7, 11, 14, 18],
 }
-LENGTHS = (3, 60, 20, 33, 47, 28, 12, 55, 40, 50, 3, 25, 60, 38, 44, 58)
+LENGTHS = (3, 40, 20, 33, 37, 28, 12, 36, 40, 30, 3, 25)
 LIMITS = (0.01, 0.05)
 NATS = 1e-5  # tolerance of a loss
 
@@ -92,7 +92,7 @@ def made(tmp_path_factory):
         if family not in models:
             plain = tiny.make_model(family, SEEDS[family]).requires_grad_(False)
             for layer in range(tiny.N_LAYERS):
-                oracle.projection(plain, layer).weight.data.mul_(0.15)
+                oracle.projection(plain, layer).weight.data.mul_(0.2)
             folder = tmp_path_factory.mktemp("numbers") / family
             plain.save_pretrained(folder)
             tiny.make_word_tokenizer(tiny.REAL_VOCAB).save_pretrained(folder)
@@ -121,11 +121,11 @@ def study(made):
     def get(family):
         if family not in found:
             model, plain, documents = made(family)
-            text = load_text([tiny.words(d) for d in documents], model, documents=8, context=64)
+            text = load_text([tiny.words(d) for d in documents], model, documents=6, context=64)
             mine = [d.windows[0] for d in text.documents]
-            held_out = [d.windows[0] for d in text.held_out(8).documents]
+            held_out = [d.windows[0] for d in text.held_out(6).documents]
             assert sorted(mine + held_out) == sorted(documents)
-            size = {"gpt2": 8, "neox": 3, "llama": 5}[family]
+            size = {"gpt2": 6, "neox": 4, "llama": 5}[family]
             result, orders = measured(
                 model, text, exact=True, prune=True, step=0.5, batch_size=size
             )
@@ -147,7 +147,7 @@ def study(made):
                 chosen=chosen,
                 judged=judged,
                 compensated=Compensated(plain, held_out, oracle.head_means(plain, mine)),
-                slopes=slopes.reshape(8, oracle.n_layers(plain), -1),  # [document, layer, head]
+                slopes=slopes.reshape(6, oracle.n_layers(plain), -1),  # [document, layer, head]
                 single=np.stack([chosen([h]) for h in heads], 1),  # [document, head]
             )
         return found[family]
@@ -285,7 +285,7 @@ def test_prunable_shares_head_by_head(case):
                 inside += count not in steps
                 if key == "prunable":
                     best[str(limit)][name] = count
-    assert inside > 8  # of 30: most crossings lie between two steps
+    assert inside > 12  # of 30: half of the crossings lie between two steps
     for limit, counts in best.items():
         del counts["random"]  # five orders, not one that could be taken
         named = case.result.summary["best_order"][limit]
@@ -336,7 +336,7 @@ def test_kv_groups_go_by_their_summed_effects(study):
     case = study("llama")
     groups = [tuple((i, 3 * g + j) for j in range(3)) for i in range(3) for g in range(2)]
     # xi scales the three heads at once; the exact order adds the three heads' own loss changes
-    scores = np.abs(case.slopes.reshape(8, 3, 2, 3).sum(-1)).mean(0)
+    scores = np.abs(case.slopes.reshape(6, 3, 2, 3).sum(-1)).mean(0)
     raw = ascending(groups, scores)
     by_norm = ascending(groups, scores / np.sqrt((scores**2).sum(1, keepdims=True)))
     single = case.single.mean(0).reshape(6, 3)
@@ -381,13 +381,13 @@ def test_intervals_p_and_q_values_of_single_removals(case):
     assert table["verdict"].tolist() == words.tolist()
     counts = {name: (words == name).sum() for name in ("material", "negligible", "undecided")}
     assert case.result.summary["verdicts"] == counts
-    assert case.result.summary["documents"] == 8
+    assert case.result.summary["documents"] == 6
 
 
 def test_intervals_of_kl_and_of_mean_ablation(case):
     table = case.result.tables["heads"]
     means = oracle.means_of_others(case.plain, case.mine)
-    for i, head in enumerate(case.heads):
+    for i, head in list(enumerate(case.heads))[::3]:
         row = table.iloc[i]
         assert (row["layer"], row["head"]) == head
         kl = oracle.kl(case.plain, oracle.edited(case.plain, [head]), case.mine)
@@ -401,7 +401,7 @@ def test_intervals_of_kl_and_of_mean_ablation(case):
 
 def test_intervals_of_importance(case):
     table = case.result.tables["heads"]
-    each = np.abs(case.slopes).reshape(8, -1)
+    each = np.abs(case.slopes).reshape(6, -1)
     low, high = t_ends(each)
     np.testing.assert_allclose(table["importance"], each.mean(0), rtol=1e-3, atol=NATS)
     np.testing.assert_allclose(table["importance_low"], low, rtol=1e-3, atol=NATS)
@@ -472,7 +472,7 @@ def test_held_out_estimates_at_both_ends(case):
         assert entry["loss_delta_chosen"] == pytest.approx(case.chosen([head]).mean(), abs=NATS)
         assert entry["loss_delta"] == pytest.approx(again.mean(), abs=NATS)
         assert (entry["ci_low"], entry["ci_high"]) == pytest.approx(t_ends(again), abs=2 * NATS)
-        assert entry["documents_chosen"] == entry["documents"] == 8
+        assert entry["documents_chosen"] == entry["documents"] == 6
 
 
 def test_without_an_order_chosen_by_measuring_the_curve_is_of_the_sample(study):
@@ -494,11 +494,11 @@ def test_without_an_order_chosen_by_measuring_the_curve_is_of_the_sample(study):
 
 def test_without_held_out_documents_half_of_the_sample_judges(study):
     case = study("neox")
-    text = load_text([tiny.words(d) for d in case.mine], case.model, documents=8, context=64)
+    text = load_text([tiny.words(d) for d in case.mine], case.model, documents=6, context=64)
     result, orders = measured(case.model, text, exact=True, prune=True, step=1.0)
     ids = [d.windows[0] for d in text.documents]
     check_baseline(result.summary, case.plain, ids[1::2])
-    assert result.summary["baseline_part"] == "subset" and result.summary["documents"] == 8
+    assert result.summary["baseline_part"] == "subset" and result.summary["documents"] == 6
     chosen = np.stack([case.chosen([h])[[case.mine.index(d) for d in ids]] for h in case.heads], 1)
     exact = ascending(case.heads, chosen[0::2].mean(0))
     assert exact != ascending(case.heads, chosen.mean(0))
@@ -509,7 +509,7 @@ def test_without_held_out_documents_half_of_the_sample_judges(study):
     np.testing.assert_allclose(result.tables["heads"]["loss_delta"], chosen.mean(0), atol=NATS)
     bottom = result.summary["held_out"]["bottom"]
     assert [(e["layer"], e["head"]) for e in bottom] == exact[:5]
-    assert {e["documents"] for e in bottom} == {4} == {e["documents_chosen"] for e in bottom}
+    assert {e["documents"] for e in bottom} == {3} == {e["documents_chosen"] for e in bottom}
 
 
 def resampled(plain, documents, of, head):
@@ -537,8 +537,8 @@ def test_what_stands_in_on_held_out_documents_is_their_own(study, family, ablati
     case = study(family)
     text = case.text
     if not further:
-        text = load_text([tiny.words(d) for d in case.mine], case.model, documents=8, context=64)
-    judge = text.held_out(8) if further else text.subset([1, 3, 5, 7])
+        text = load_text([tiny.words(d) for d in case.mine], case.model, documents=6, context=64)
+    judge = text.held_out(6) if further else text.subset([1, 3, 5])
     result = interp.heads(case.model, text, exact=True, ablation=ablation, progress=False)
     ids, judged = ([d.windows[0] for d in t.documents] for t in (text, judge))
     choosing = slice(None) if further else slice(0, None, 2)
@@ -589,9 +589,9 @@ def test_documents_are_those_that_were_finished(study, monkeypatch):
     case = study("gpt2")  # 12 heads, two documents a batch: two batches are through
     result = interrupted(monkeypatch, case, 12 * 2 + 5, batch_size=2)
     summary, table = result.summary, result.tables["heads"]
-    assert (summary["documents"], summary["scored_documents"]) == (4, 8)
+    assert (summary["documents"], summary["scored_documents"]) == (4, 6)
     assert "mean_documents" not in summary
-    assert any("of the 4 documents, of 8, that were finished" in n for n in result.notices)
+    assert any("of the 4 documents, of 6, that were finished" in n for n in result.notices)
     done = case.single[:4]
     np.testing.assert_allclose(table["loss_delta"], done.mean(0), atol=NATS)
     np.testing.assert_allclose(table["ci_high"], t_ends(done)[1], atol=2 * NATS)
@@ -601,14 +601,14 @@ def test_documents_are_those_that_were_finished(study, monkeypatch):
 
 def test_documents_where_mean_ablation_was_interrupted(study, monkeypatch):
     case = study("gpt2")
-    result = interrupted(monkeypatch, case, 12 * 4 + 12 * 3, batch_size=2)
-    assert (result.summary["documents"], result.summary["mean_documents"]) == (8, 6)
+    result = interrupted(monkeypatch, case, 12 * 3 + 12 * 2, batch_size=2)
+    assert (result.summary["documents"], result.summary["mean_documents"]) == (6, 4)
     np.testing.assert_allclose(result.tables["heads"]["loss_delta"], case.single.mean(0), atol=NATS)
     assert not any("were finished" in n for n in result.notices)
     means = oracle.means_of_others(case.plain, case.mine)
     delta = oracle.mean_ablated_losses(case.plain, case.mine, 1, 2, means=means) - case.chosen.clean
     row = result.tables["heads"].set_index(["layer", "head"]).loc[(1, 2)]
-    assert row["loss_delta_mean"] == pytest.approx(delta[:6].mean(), abs=NATS)
+    assert row["loss_delta_mean"] == pytest.approx(delta[:4].mean(), abs=NATS)
 
 
 def test_documents_where_none_or_some_heads_were_finished(study, monkeypatch):
@@ -616,8 +616,8 @@ def test_documents_where_none_or_some_heads_were_finished(study, monkeypatch):
     none = interrupted(monkeypatch, case, 5, batch_size=2)
     assert none.summary["documents"] == 0
     assert (none.tables["heads"]["verdict"] == "not measured").all()
-    some = interrupted(monkeypatch, case, 5, batch_size=8)  # all documents, of five heads
-    assert some.summary["documents"] == 8
+    some = interrupted(monkeypatch, case, 5, batch_size=6)  # all documents, of five heads
+    assert some.summary["documents"] == 6
     table = some.tables["heads"]
     assert (table["verdict"] != "not measured").sum() == 5
     np.testing.assert_allclose(table["loss_delta"][:5], case.single.mean(0)[:5], atol=NATS)
@@ -627,4 +627,4 @@ def test_documents_where_none_or_some_heads_were_finished(study, monkeypatch):
 
 def test_documents_of_complete_runs(study):
     summary = study("llama").result.summary
-    assert [summary[k] for k in ("documents", "scored_documents", "mean_documents")] == [8, 8, 8]
+    assert [summary[k] for k in ("documents", "scored_documents", "mean_documents")] == [6, 6, 6]
