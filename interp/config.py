@@ -190,7 +190,7 @@ class HeadsConfig(RunOptions):
     prune: bool = False
     """Remove heads cumulatively, least important first: the loss curve."""
     step: float = 0.1
-    """Share of heads per step of the curve, above 0, at most 1."""
+    """Share of heads per step of the curve, above 0, at most 1; above 0.1 is coarse."""
     rescore: bool = False
     """Add an order with importance estimated again after every step."""
     unit: Literal["head", "kv"] = "head"

@@ -4,13 +4,14 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from interp import cli, splice
+from interp import cli, results, splice
 from interp.results import load_result
 from tests import tiny
 
@@ -247,6 +248,111 @@ def test_interrupted_at_once(heads, monkeypatch):
     assert (status, out) == (130, "")
     assert "interrupted" in err
     assert not os.path.exists("r")
+
+
+def raises(*_args, **_more):
+    raise KeyboardInterrupt
+
+
+def terminate(*_args, **_more):
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        pytest.fail("SIGTERM would end the tests")
+    signal.raise_signal(signal.SIGTERM)
+
+
+def after(calls, function, act):
+    """The function, which acts instead from a number of calls on."""
+    made = []
+
+    def wrapped(*args, **more):
+        made.append(1)
+        return (act if len(made) > calls else function)(*args, **more)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_interrupted_again_while_saving(heads, monkeypatch, overwrite):
+    if overwrite:
+        assert heads("--out", "r")[0] == 0
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, raises))
+    monkeypatch.setattr(results, "_write_table", raises)
+    more = ["--overwrite"] if overwrite else []
+    status, out, err = heads("--exact", "--out", "r", *more)
+    assert (status, out) == (130, "")  # stopped there and then
+    assert "Traceback" not in err
+    assert not os.path.exists("r.partial")
+    last = err.splitlines()[-1]
+    if overwrite:
+        assert last == (
+            "interp: interrupted; nothing of this run was saved, r still holds the earlier one."
+        )
+        assert load_result("r").complete
+    else:
+        assert last == "interp: interrupted; nothing was saved."
+        assert not os.path.exists("r")
+
+
+@pytest.mark.parametrize("when", ["saved", "shown"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_interrupted_when_all_is_on_disk(heads, monkeypatch, when, complete):
+    from interp import report
+
+    if when == "shown":
+        monkeypatch.setattr(report, "print_result", raises)
+    else:
+        real = results.Result.save
+        monkeypatch.setattr(results.Result, "save", lambda *a, **m: raises(real(*a, **m)))
+    if not complete:
+        monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, raises))
+    status, out, err = heads("--exact", "--out", "r")
+    assert (status, out) == (130, "")
+    what = "the run" if complete else "what was measured"
+    assert err.splitlines()[-1] == f"interp: interrupted; {what} is saved in r."
+    assert load_result("r").complete is complete
+
+
+def test_sigterm_saves_what_was_measured(heads, monkeypatch):
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
+    status, out, err = heads("--exact", "--out", "r")
+    assert status == 143
+    assert "INTERRUPTED" in out
+    assert "saved in r" in err
+    assert "Traceback" not in err
+    assert not load_result("r").complete
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_sigterm_at_once_and_again(heads, monkeypatch):
+    from interp.analyzers.heads import importance
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importance, "gradients", terminate)
+        status, out, err = heads("--out", "r")
+    assert (status, out) == (143, "")
+    assert err.splitlines()[-1] == "interp: interrupted; nothing was saved."
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
+    monkeypatch.setattr(results, "_write_table", terminate)
+    status, out, err = heads("--exact", "--out", "r")
+    assert (status, out) == (143, "")
+    assert "nothing was saved" in err
+    assert not os.path.exists("r")
+    assert not os.path.exists("r.partial")
+
+
+def test_a_sigterm_handler_of_ones_own_stays():
+    from concurrent.futures import ThreadPoolExecutor
+
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        assert run("--version") == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert seen == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with ThreadPoolExecutor(1) as pool:  # where no handler can be set
+        assert pool.submit(run, "--version").result() == 0
 
 
 def test_rows(heads):
