@@ -150,6 +150,8 @@ def _stdout_to_nowhere() -> None:
 def _usage(error: CycloptsError) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     # A range check in a config dataclass reaches us wrapped; the reason is what helps.
+    if stray := re.fullmatch(r"Unused Tokens: \[(.*)\]\.?", text):
+        text = f"unexpected {stray[1]}: everything is given by name, as --model gpt2."
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InterpError):
@@ -205,10 +207,16 @@ def _analyze(
 
     # Before the minutes are spent, not after.
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
+    reads_text = len(model_options.each()) == 1 and getattr(config, "needs_text", True)
+    if reads_text:
+        from interp.sources import expect_source
+
+        expect_source(
+            text_options.data, text_column=text_options.text_column, split=text_options.split
+        )
     from interp.model import load_model
     from interp.text import load_text
 
-    said: set[str] = set()
     names: list[str] = []
 
     def load(one: ModelOptions) -> Any:
@@ -216,15 +224,13 @@ def _analyze(
         model = load_model(wanted.pop("model"), **wanted)
         names.append(model.name)
         for notice in model.notices:
-            if notice not in said:
-                logger.info(notice)
-        said.update(model.notices)
+            logger.info(notice)
         return model
 
     each, text = model_options.each(), None
     # Several are loaded as they are asked for, so that one is in memory at a time.
     models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
-    if len(each) == 1 and getattr(config, "needs_text", True):
+    if reads_text:
         text = load_text(
             model=models,
             seed=config.seed,
@@ -233,23 +239,20 @@ def _analyze(
         )
         for notice in text.notices:
             logger.info(notice)
-        said.update(text.notices)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
     result = measure(models, text, config)
     result.command = _command(name, [model_options.named(names[-1]), text_options, config])
     folder = (output.out or _run_folder(name, names[-1])).expanduser()
     try:
-        _save_and_show(result, folder, output, said, logger)
+        _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
         _say(f"interp: interrupted; {_on_disk(result, folder)}.")
         return INTERRUPTED
     return 0 if result.complete else INTERRUPTED
 
 
-def _save_and_show(
-    result: Any, folder: Path, output: OutputOptions, said: set[str], logger: Any
-) -> None:
+def _save_and_show(result: Any, folder: Path, output: OutputOptions, logger: Any) -> None:
     failure = None
     try:
         result.save(folder, output.overwrite)
@@ -257,8 +260,7 @@ def _save_and_show(
         failure = error
     _show(result, output)
     for notice in result.notices:
-        if notice not in said:
-            logger.info(notice)
+        logger.info(notice)
     if failure is not None:
         raise failure
     _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
@@ -279,10 +281,19 @@ def _on_disk(result: Any, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _log_lines() -> Iterator[Any]:
-    """interp's own log lines on stderr, each after its name."""
+    """interp's own log lines on stderr, each after its name, and each once."""
     import logging
 
+    said: set[str] = set()
+
+    def first_time(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in said
+        said.add(message)
+        return new
+
     handler = logging.StreamHandler()
+    handler.addFilter(first_time)
     handler.setFormatter(logging.Formatter("interp: %(message)s"))
     logger = logging.getLogger("interp")
     before = logger.handlers[:], logger.level, logger.propagate
@@ -352,14 +363,18 @@ def _command(name: str, groups: list[Any]) -> str:
 @assets_app.command(name="list")
 def list_assets() -> None:
     """What is embedded, and whether it is in the cache."""
+    import textwrap
+
     from interp import assets
 
     for entry in assets.status():
         print(
             f"{entry['name']:<14} {entry['state']:<8} {entry['bytes'] / 1e6:6.1f} MB  "
-            f"{entry['package']} {entry['version']} ({entry['licence']})\n"
-            f"{'':<14} {entry['description']}\n{'':<14} {entry['path']}"
+            f"{entry['package']} {entry['version']}"
         )
+        for line in textwrap.wrap(f"{entry['description']}. Licence: {entry['licence']}.", 64):
+            print(f"{'':<14} {line}")
+        print(f"{'':<14} {entry['path']}")
 
 
 @assets_app.command(name="fetch")

@@ -145,6 +145,9 @@ class TextOptions(_Options):
         _must(self.min_tokens >= 2, "min-tokens", "2 or more", self.min_tokens)
 
 
+_FILES = {".txt", ".json", ".html", ".csv", ".parquet", ".md", ".pdf", ".png"}
+
+
 @dataclass(frozen=True)
 class OutputOptions(_Options):
     """Where results go and how they are shown."""
@@ -163,6 +166,9 @@ class OutputOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.rows >= 0, "rows", "0 or more", self.rows)
+        suffix = Path(self.out or "").suffix.lower()
+        expected = "a folder, for the tables and report.html of the run"
+        _must(suffix not in _FILES, "out", expected, str(self.out))
 
 
 @dataclass(frozen=True)

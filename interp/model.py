@@ -50,7 +50,7 @@ class Facts:
     n_ctx: int  # longest context the model takes
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """A loaded decoder: facts, bridge and the checkpoint's own tokenizer."""
 
@@ -70,6 +70,14 @@ class Model:
     # A run from the middle gives the clean losses: measured by splice.usable when first needed.
     splices: bool | None = None
     _scratch: torch.Tensor | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        cfg = self.cfg
+        return (
+            f"Model({self.name!r}: {cfg.family}, {cfg.n_layers} layers, {cfg.n_heads} heads, "
+            f"{cfg.n_kv_heads} KV heads, d_model {cfg.d_model}, d_mlp {cfg.d_mlp}, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
+        )
 
     def describe(self) -> dict[str, Any]:
         """The `model` entry of result.json."""

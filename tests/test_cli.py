@@ -550,3 +550,61 @@ def test_a_cold_start(where, tmp_path):
     assert all(line.startswith("interp: ") for line in lines)
     assert "saved in r" in lines[-1]
     assert b"heads | gpt2" in done.stdout
+
+
+def test_a_name_without_its_option(capsys):
+    assert run("heads", "gpt2") == 2
+    assert "unexpected 'gpt2'" in (err := capsys.readouterr().err)
+    assert "--model gpt2" in err
+
+
+def test_a_run_folder_named_like_a_file(heads):
+    status, _, err = heads("--out", "page.html")
+    assert status == 2
+    assert "--out must be a folder" in err
+
+
+def test_a_mistyped_source_is_told_before_the_model_is_loaded(where, capsys, monkeypatch):
+    def never(*_args, **_options):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("interp.model.load_model", never)
+    assert run("heads", "--model", where[0], "--data", "newz") == 1
+    assert "no data source 'newz'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ablation", "mean"), "--ablation mean is for --exact"),
+        (("--unit", "kv"), "--unit kv is as --unit head"),
+        (("--step", "0.2"), "--step is for --prune"),
+    ],
+)
+def test_an_option_without_effect_is_told(heads, arguments, words):
+    status, _, err = heads(*arguments, "--out", "runs/a")
+    assert status == 0
+    assert err.count(words) == 1
+    assert any(words in notice for notice in load_result("runs/a").notices)
+
+
+def test_whole_groups_are_named(checkpoint, where, capsys):
+    run("heads", "--model", str(checkpoint("llama")), "--data", where[1], *fast(), "--prune",
+        "--unit", "kv", "--exact", "--out", "runs/kv")  # fmt: skip
+    found = capsys.readouterr()
+    assert "in whole KV groups," in " ".join(found.out.split())
+    assert "--exact removes single query heads" in found.err
+
+
+def test_a_line_is_said_once(where, capsys, monkeypatch):
+    from interp import sources
+
+    text = tiny.corpus(8)
+
+    def news(_offline, notify):
+        notify("fetching news once")
+        return text
+
+    monkeypatch.setattr(sources.assets, "news_documents", news)
+    assert run("heads", "--model", where[0], *fast()) == 0
+    assert capsys.readouterr().err.count("fetching news once") == 1

@@ -30,13 +30,13 @@ HEADS_COLUMNS = {
     "head": Column("index", "Query head within the layer, counted from 0."),
     "kv_head": Column("index", "KV head that this query head reads."),
     "importance": Column(
-        "nats", "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
+        NATS, "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
     ),
-    "importance_low": Column("nats", "Lower end of importance's 95% t interval over documents."),
-    "importance_high": Column("nats", "Upper end of importance's 95% t interval over documents."),
+    "importance_low": Column(NATS, "Lower end of importance's 95% t interval over documents."),
+    "importance_high": Column(NATS, "Upper end of importance's 95% t interval over documents."),
     "importance_norm": Column("share of layer norm", "importance divided by its layer's l2 norm."),
     "importance_token": Column(
-        "nats", "Mean over documents of the mean over included positions of |z . dL/dz|."
+        NATS, "Mean over documents of the mean over included positions of |z . dL/dz|."
     ),
     "loss_delta": Column(
         NATS, "Loss with the head ablated (--ablation) minus baseline, paired by document."
