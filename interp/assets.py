@@ -9,6 +9,7 @@ import csv
 import hashlib
 import importlib.util
 import io
+import logging
 import os
 import shutil
 import subprocess
@@ -90,7 +91,11 @@ def cache_dir() -> Path:
 
 def say(message: str) -> None:
     """One line on stderr, where notices go: stdout is for results."""
-    print(f"interp: {message}", file=sys.stderr, flush=True)
+    log = logging.getLogger("interp")
+    if log.handlers:
+        log.info(message)
+    else:
+        print(f"interp: {message}", file=sys.stderr, flush=True)
 
 
 def fetch(name: str, offline: bool = False, notify: Notify | None = None) -> Path:

@@ -1,7 +1,8 @@
 """The command line: one command per analyzer, built from its config dataclass.
 
 stdout carries the table, or one JSON object; everything else goes to stderr. Exit status: 0 done,
-1 failure told in a line or two, 2 wrong usage, 130 interrupted.
+1 failure told in a line or two, 2 wrong usage, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+Both save what was measured until then; once more while that goes on, and it stops at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from interp.config import ModelOptions, OutputOptions, TextOptions
 from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
+INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells have it
 HEADINGS = ("Measure", "Text", "Model", "Run", "Output")  # of --help, in this order
 
 
@@ -61,6 +63,40 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status."""
+    with _sigterm_as_interrupt() as terminated:
+        try:
+            status = _run(arguments)
+        except KeyboardInterrupt:  # once more, while the last one was being told
+            status = INTERRUPTED
+    return TERMINATED if terminated and status == INTERRUPTED else status
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
+    """Within, SIGTERM does what Ctrl-C does, and is then in the list. A caller's handler stays."""
+    import signal
+    import threading
+
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    ours = (
+        threading.current_thread() is threading.main_thread()  # no other one may set a handler
+        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8
         with contextlib.suppress(AttributeError, ValueError):
@@ -80,8 +116,8 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         if debug:
             _print_traceback()
-        _say("interp: interrupted; nothing was measured that could be saved.")
-        return 130
+        _say("interp: interrupted; nothing was saved.")
+        return INTERRUPTED
     except BrokenPipeError:  # `interp ... | head`
         _stdout_to_nowhere()
         return 1
@@ -114,6 +150,8 @@ def _stdout_to_nowhere() -> None:
 def _usage(error: CycloptsError) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     # A range check in a config dataclass reaches us wrapped; the reason is what helps.
+    if stray := re.fullmatch(r"Unused Tokens: \[(.*)\]\.?", text):
+        text = f"unexpected {stray[1]}: everything is given by name, as --model gpt2."
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InterpError):
@@ -170,10 +208,16 @@ def _analyze(
 
     # Before the minutes are spent, not after.
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
+    reads_text = len(model_options.each()) == 1 and getattr(config, "needs_text", True)
+    if reads_text:
+        from interp.sources import expect_source
+
+        expect_source(
+            text_options.data, text_column=text_options.text_column, split=text_options.split
+        )
     from interp.model import load_model
     from interp.text import load_text
 
-    said: set[str] = set()
     names: list[str] = []
 
     def load(one: ModelOptions) -> Any:
@@ -181,15 +225,13 @@ def _analyze(
         model = load_model(wanted.pop("model"), **wanted)
         names.append(model.name)
         for notice in model.notices:
-            if notice not in said:
-                logger.info(notice)
-        said.update(model.notices)
+            logger.info(notice)
         return model
 
     each, text = model_options.each(), None
     # Several are loaded as they are asked for, so that one is in memory at a time.
     models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
-    if len(each) == 1 and getattr(config, "needs_text", True):
+    if reads_text:
         text = load_text(
             model=models,
             seed=config.seed,
@@ -198,30 +240,61 @@ def _analyze(
         )
         for notice in text.notices:
             logger.info(notice)
-        said.update(text.notices)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
     result = measure(models, text, config)
     result.command = _command(name, [model_options.named(names[-1]), text_options, config])
-    folder = None
+    folder = (output.out or _run_folder(name, names[-1])).expanduser()
     try:
-        folder = result.save(output.out or _run_folder(name, names[-1]), output.overwrite)
-    finally:  # numbers that cannot be saved are shown all the same
-        _show(result, output)
-        for notice in result.notices:
-            if notice not in said:
-                logger.info(notice)
-        if folder is not None:
-            _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
-    return 0 if result.complete else 130
+        _save_and_show(result, folder, output, logger)
+    except KeyboardInterrupt:  # the second one, or one that came late: stop now
+        _say(f"interp: interrupted; {_on_disk(result, folder)}.")
+        return INTERRUPTED
+    return 0 if result.complete else INTERRUPTED
+
+
+def _save_and_show(result: Any, folder: Path, output: OutputOptions, logger: Any) -> None:
+    failure = None
+    try:
+        result.save(folder, output.overwrite)
+    except Exception as error:  # numbers that cannot be saved are shown all the same
+        failure = error
+    _show(result, output)
+    for notice in result.notices:
+        logger.info(notice)
+    if failure is not None:
+        raise failure
+    _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
+
+
+def _on_disk(result: Any, folder: Path) -> str:
+    """What of this run is in its folder, by a look at the folder: saving may have just ended."""
+    import json
+
+    try:
+        there = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "nothing was saved"
+    if (there.get("started"), there.get("seconds")) != (result.started, result.seconds):
+        return f"nothing of this run was saved, {folder} still holds the earlier one"
+    return f"{'the run' if result.complete else 'what was measured'} is saved in {folder}"
 
 
 @contextlib.contextmanager
 def _log_lines() -> Iterator[Any]:
-    """interp's own log lines on stderr, each after its name."""
+    """interp's own log lines on stderr, each after its name, and each once."""
     import logging
 
+    said: set[str] = set()
+
+    def first_time(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in said
+        said.add(message)
+        return new
+
     handler = logging.StreamHandler()
+    handler.addFilter(first_time)
     handler.setFormatter(logging.Formatter("interp: %(message)s"))
     logger = logging.getLogger("interp")
     before = logger.handlers[:], logger.level, logger.propagate
@@ -291,14 +364,18 @@ def _command(name: str, groups: list[Any]) -> str:
 @assets_app.command(name="list")
 def list_assets() -> None:
     """What is embedded, and whether it is in the cache."""
+    import textwrap
+
     from interp import assets
 
     for entry in assets.status():
         print(
             f"{entry['name']:<14} {entry['state']:<8} {entry['bytes'] / 1e6:6.1f} MB  "
-            f"{entry['package']} {entry['version']} ({entry['licence']})\n"
-            f"{'':<14} {entry['description']}\n{'':<14} {entry['path']}"
+            f"{entry['package']} {entry['version']}"
         )
+        for line in textwrap.wrap(f"{entry['description']}. Licence: {entry['licence']}.", 64):
+            print(f"{'':<14} {line}")
+        print(f"{'':<14} {entry['path']}")
 
 
 @assets_app.command(name="fetch")

@@ -145,6 +145,9 @@ class TextOptions(_Options):
         _must(self.min_tokens >= 2, "min-tokens", "2 or more", self.min_tokens)
 
 
+_FILES = {".txt", ".json", ".html", ".csv", ".parquet", ".md", ".pdf", ".png"}
+
+
 @dataclass(frozen=True)
 class ManyTextOptions(TextOptions):
     """The same, for what needs many documents."""
@@ -171,6 +174,9 @@ class OutputOptions(_Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.rows >= 0, "rows", "0 or more", self.rows)
+        suffix = Path(self.out or "").suffix.lower()
+        expected = "a folder, for the tables and report.html of the run"
+        _must(suffix not in _FILES, "out", expected, str(self.out))
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,7 @@ class HeadsConfig(RunOptions):
     prune: bool = False
     """Remove heads cumulatively, least important first: the loss curve."""
     step: float = 0.1
-    """Share of heads per step of the curve, above 0, at most 1."""
+    """Share of heads per step of the curve, above 0, at most 1; above 0.1 is coarse."""
     rescore: bool = False
     """Add an order with importance estimated again after every step."""
     unit: Literal["head", "kv"] = "head"

@@ -50,7 +50,7 @@ class Facts:
     n_ctx: int  # longest context the model takes
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """A loaded decoder: facts, bridge and the checkpoint's own tokenizer."""
 
@@ -69,6 +69,15 @@ class Model:
     logits_are_unembedded: bool = True
     # A run from the middle gives the clean losses: measured by splice.usable when first needed.
     splices: bool | None = None
+    _scratch: torch.Tensor | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        cfg = self.cfg
+        return (
+            f"Model({self.name!r}: {cfg.family}, {cfg.n_layers} layers, {cfg.n_heads} heads, "
+            f"{cfg.n_kv_heads} KV heads, d_model {cfg.d_model}, d_mlp {cfg.d_mlp}, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
+        )
 
     def describe(self) -> dict[str, Any]:
         """The `model` entry of result.json."""
@@ -81,6 +90,12 @@ class Model:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
         }
+
+    def scratch(self, rows: int, columns: int) -> torch.Tensor:
+        """Float32 [rows, columns] on the CPU whose contents the next call may overwrite."""
+        if self._scratch is None or self._scratch.numel() < rows * columns:
+            self._scratch = torch.empty(rows * columns)
+        return self._scratch[: rows * columns].view(rows, columns)
 
     def kv_head(self, head: int) -> int:
         """The key/value head that query head `head` reads."""
@@ -115,6 +130,7 @@ class Model:
                     parameter.requires_grad_(False)
                 yield
             finally:
+                self._scratch = None
                 for part, mode in training:
                     part.training = mode
                 for parameter, requires in wanted:

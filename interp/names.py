@@ -154,7 +154,9 @@ def _looks_like_hub_id(given: str) -> bool:
 
 def _unknown(given: str) -> str:
     names = [EMBEDDED, *SHORT_NAMES]
-    near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
+    # What a name is the beginning of comes before what it resembles.
+    near = [name for name in names if given and name.startswith(given.lower())]
+    near = near or difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
     parent = Path(given).expanduser().parent
     if not near and parent.is_dir():
         beside = {p.name: p for p in parent.iterdir() if p.is_dir() or p.suffix == ".gguf"}

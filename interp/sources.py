@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?"
 HUB_ROWS = 10_000
 EXPECTED = (
     "'news', a .txt, .jsonl, .csv or .parquet file, a folder of those, a Hub data set (owner/name "
-    "or owner/name:config), or a list of strings"
+    "or owner/name:config); in Python also a list of strings"
 )
 
 
@@ -65,29 +65,50 @@ def read_source(
         _no_columns("a list of strings", text_column)
         _no_splits("a list of strings", split)
         return _listed(source)
-    notices: list[str] = []
+    path = expect_source(source, text_column=text_column, split=split)
+    if path is None:
+        notices: list[str] = []
+        texts = assets.news_documents(offline, notify=_teller(notices))
+        return Source("news", list(texts), None, notices)
+    if path.is_dir():
+        return _folder(path, str(source), text_column)
+    if path.is_file():
+        return _read(path, text_column)
+    match = HUB_ID.fullmatch(str(source))
+    assert match is not None
+    return _hub(match["id"], match["config"], split, text_column, documents, offline, _hint(path))
+
+
+def expect_source(
+    source: str | Path, *, text_column: str | None = None, split: str = "train"
+) -> Path | None:
+    """Refuse what cannot be a source before anything slow is done; reads nothing.
+
+    Returns:
+        The path, which exists or is named as a Hub data set is; None for the embedded news.
+
+    Raises:
+        InterpError: see `read_source`.
+    """
     if source == "news":
         _no_columns("news", text_column)
         _no_splits("news", split)
-        texts = assets.news_documents(offline, notify=_teller(notices))
-        return Source("news", list(texts), None, notices)
+        return None
     path = Path(source).expanduser()
     try:
-        folder, there = path.is_dir() and bool(str(source).strip()), path.exists()
+        there = path.exists() and bool(str(source).strip())
     except OSError:  # a text given in place of a name is longer than a path may be
-        folder = there = False
+        there = False
     if there:
         _no_splits(str(source), split)
-    if folder:
-        return _folder(path, str(source), text_column)
-    if there and path.is_file():
-        if path.suffix.lower() not in READERS:
+        if path.is_file() and path.suffix.lower() not in READERS:
             raise InterpError(f"cannot read {_short(source)}: expected {EXPECTED}.")
-        return _read(path, text_column)
+        if path.is_dir() or path.is_file():
+            return path
     match = HUB_ID.fullmatch(source) if isinstance(source, str) else None
     if match is None or path.suffix.lower() in READERS:
         raise InterpError(f"no data source {_short(source)}: expected {EXPECTED}.{_hint(path)}")
-    return _hub(match["id"], match["config"], split, text_column, documents, offline, _hint(path))
+    return path
 
 
 def choose_column(columns: dict[str, bool], wanted: str | None, where: str) -> tuple[str, str]:

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from interp.encoding import Document, make_encoder
-from interp.errors import InterpError
+from interp.errors import InterpError, UsageError
+from interp.model import Model
 from interp.sampling import Pool, make_pool
 from interp.sources import read_source
 
@@ -232,6 +233,36 @@ class Text:
         return replace(self, documents=[self.documents[i] for i in positions], part="subset")
 
 
+def expect_model(model: Any) -> None:
+    """Refuse, as an analyzer's first argument, what is not a model.
+
+    Raises:
+        UsageError: see above.
+    """
+    if not isinstance(model, Model):
+        swapped = " (the text comes second)" if isinstance(model, Text) else ""
+        raise UsageError(
+            f"The first argument must be a model from load_model; it is {_kind(model)}{swapped}."
+        )
+
+
+def expect_text(text: Any) -> None:
+    """Refuse, as an analyzer's second argument, what is not a text.
+
+    Raises:
+        UsageError: see above.
+    """
+    if not isinstance(text, Text):
+        hint = f": pass load_text({text!r}, model)" if isinstance(text, str) else ""
+        raise UsageError(
+            f"The second argument must be a text from load_text; it is {_kind(text)}{hint}."
+        )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def load_text(
     source: str | Path | Sequence[str] = "news",
     model: Any = None,
@@ -274,6 +305,11 @@ def load_text(
         InterpError: Bad arguments, an unreadable source, nothing usable, a context longer than the
             model's, or a tokenizer that does not belong to the model.
     """
+    if model is None or isinstance(model, str):
+        raise UsageError(
+            "load_text needs the model whose tokenizer cuts the text: "
+            f"load_text(source, load_model({model or 'gpt2'!r}))."
+        )
     if getattr(model, "tokenizer", None) is None:
         raise InterpError("load_text needs a model that has a tokenizer, which cuts the text.")
     _check("documents", documents, 1)
@@ -292,6 +328,8 @@ def load_text(
     pool = make_pool(read, encoder, seed)
     drawn, place, unusable = pool.take(0, documents)
     if not drawn:
+        if not read.rows:
+            raise InterpError(f"{read.name} is empty: it holds no document.")
         raise InterpError(
             f"{read.name} has no usable document: of {len(read.rows)}, {pool.blank} are blank, "
             f"{pool.duplicates} repeat another and {unusable} have fewer than {min_tokens} tokens "

@@ -4,13 +4,14 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from interp import cli, splice
+from interp import cli, results, splice
 from interp.results import load_result
 from tests import tiny
 
@@ -249,6 +250,111 @@ def test_interrupted_at_once(heads, monkeypatch):
     assert not os.path.exists("r")
 
 
+def raises(*_args, **_more):
+    raise KeyboardInterrupt
+
+
+def terminate(*_args, **_more):
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        pytest.fail("SIGTERM would end the tests")
+    signal.raise_signal(signal.SIGTERM)
+
+
+def after(calls, function, act):
+    """The function, which acts instead from a number of calls on."""
+    made = []
+
+    def wrapped(*args, **more):
+        made.append(1)
+        return (act if len(made) > calls else function)(*args, **more)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_interrupted_again_while_saving(heads, monkeypatch, overwrite):
+    if overwrite:
+        assert heads("--out", "r")[0] == 0
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, raises))
+    monkeypatch.setattr(results, "_write_table", raises)
+    more = ["--overwrite"] if overwrite else []
+    status, out, err = heads("--exact", "--out", "r", *more)
+    assert (status, out) == (130, "")  # stopped there and then
+    assert "Traceback" not in err
+    assert not os.path.exists("r.partial")
+    last = err.splitlines()[-1]
+    if overwrite:
+        assert last == (
+            "interp: interrupted; nothing of this run was saved, r still holds the earlier one."
+        )
+        assert load_result("r").complete
+    else:
+        assert last == "interp: interrupted; nothing was saved."
+        assert not os.path.exists("r")
+
+
+@pytest.mark.parametrize("when", ["saved", "shown"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_interrupted_when_all_is_on_disk(heads, monkeypatch, when, complete):
+    from interp import report
+
+    if when == "shown":
+        monkeypatch.setattr(report, "print_result", raises)
+    else:
+        real = results.Result.save
+        monkeypatch.setattr(results.Result, "save", lambda *a, **m: raises(real(*a, **m)))
+    if not complete:
+        monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, raises))
+    status, out, err = heads("--exact", "--out", "r")
+    assert (status, out) == (130, "")
+    what = "the run" if complete else "what was measured"
+    assert err.splitlines()[-1] == f"interp: interrupted; {what} is saved in r."
+    assert load_result("r").complete is complete
+
+
+def test_sigterm_saves_what_was_measured(heads, monkeypatch):
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
+    status, out, err = heads("--exact", "--out", "r")
+    assert status == 143
+    assert "INTERRUPTED" in out
+    assert "saved in r" in err
+    assert "Traceback" not in err
+    assert not load_result("r").complete
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_sigterm_at_once_and_again(heads, monkeypatch):
+    from interp.analyzers.heads import importance
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importance, "gradients", terminate)
+        status, out, err = heads("--out", "r")
+    assert (status, out) == (143, "")
+    assert err.splitlines()[-1] == "interp: interrupted; nothing was saved."
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
+    monkeypatch.setattr(results, "_write_table", terminate)
+    status, out, err = heads("--exact", "--out", "r")
+    assert (status, out) == (143, "")
+    assert "nothing was saved" in err
+    assert not os.path.exists("r")
+    assert not os.path.exists("r.partial")
+
+
+def test_a_sigterm_handler_of_ones_own_stays():
+    from concurrent.futures import ThreadPoolExecutor
+
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        assert run("--version") == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert seen == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with ThreadPoolExecutor(1) as pool:  # where no handler can be set
+        assert pool.submit(run, "--version").result() == 0
+
+
 def test_rows(heads):
     table = heads("--rows", "3")[1]
     nothing = heads("--rows", "0")[1]
@@ -444,3 +550,61 @@ def test_a_cold_start(where, tmp_path):
     assert all(line.startswith("interp: ") for line in lines)
     assert "saved in r" in lines[-1]
     assert b"heads | gpt2" in done.stdout
+
+
+def test_a_name_without_its_option(capsys):
+    assert run("heads", "gpt2") == 2
+    assert "unexpected 'gpt2'" in (err := capsys.readouterr().err)
+    assert "--model gpt2" in err
+
+
+def test_a_run_folder_named_like_a_file(heads):
+    status, _, err = heads("--out", "page.html")
+    assert status == 2
+    assert "--out must be a folder" in err
+
+
+def test_a_mistyped_source_is_told_before_the_model_is_loaded(where, capsys, monkeypatch):
+    def never(*_args, **_options):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("interp.model.load_model", never)
+    assert run("heads", "--model", where[0], "--data", "newz") == 1
+    assert "no data source 'newz'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ablation", "mean"), "--ablation mean is for --exact"),
+        (("--unit", "kv"), "--unit kv is as --unit head"),
+        (("--step", "0.2"), "--step is for --prune"),
+    ],
+)
+def test_an_option_without_effect_is_told(heads, arguments, words):
+    status, _, err = heads(*arguments, "--out", "runs/a")
+    assert status == 0
+    assert err.count(words) == 1
+    assert any(words in notice for notice in load_result("runs/a").notices)
+
+
+def test_whole_groups_are_named(checkpoint, where, capsys):
+    run("heads", "--model", str(checkpoint("llama")), "--data", where[1], *fast(), "--prune",
+        "--unit", "kv", "--exact", "--out", "runs/kv")  # fmt: skip
+    found = capsys.readouterr()
+    assert "in whole KV groups," in " ".join(found.out.split())
+    assert "--exact removes single query heads" in found.err
+
+
+def test_a_line_is_said_once(where, capsys, monkeypatch):
+    from interp import sources
+
+    text = tiny.corpus(8)
+
+    def news(_offline, notify):
+        notify("fetching news once")
+        return text
+
+    monkeypatch.setattr(sources.assets, "news_documents", news)
+    assert run("heads", "--model", where[0], *fast()) == 0
+    assert capsys.readouterr().err.count("fetching news once") == 1

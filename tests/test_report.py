@@ -358,6 +358,39 @@ def test_the_curve_is_the_table():
         assert figure.layout.yaxis.title.text == "loss change (nats per token)"
 
 
+def test_the_zoomed_curve_shows_what_was_measured_head_by_head():
+    result = fake_heads(exact=False)
+    table = result.tables["prune"]
+    step = table[table["order"] == "raw"].iloc[1]
+    between = step.copy()
+    between["n_pruned"], between["fraction"] = 1, 1 / 30
+    between["loss_delta"], between["ci_low"], between["ci_high"] = 0.0123, 0.01, 0.02
+    result.tables["refine"] = pd.DataFrame([between])
+    traces = {
+        name: next(
+            t for t in figure_of(result, name).data if t.name == heads_view.order_label("raw")
+        )
+        for name in ("prune", "prune_low")
+    }
+    assert 0.0123 in list(traces["prune_low"].y)
+    assert 0.0123 not in list(traces["prune"].y)
+    assert list(traces["prune_low"].x) == sorted(traces["prune_low"].x)
+
+
+def test_a_difference_is_told_from_adding_up_only_beyond_its_interval():
+    for low, high, told in (
+        (0.1, 0.3, "do not add up"),
+        (-0.1, 0.3, "do not tell it from adding up"),
+        (-0.3, -0.1, "do not add up"),
+    ):
+        result = fake_heads()
+        for step in result.summary["interaction"]:
+            step.update(ci_low=low, ci_high=high)
+        sentences = heads_view.findings(result)
+        assert sum(told in s for s in sentences) == 1
+        assert sum("add up" in s or "adding up" in s for s in sentences) == 1
+
+
 def test_a_mean_over_random_orders_needs_all_of_them():
     result = fake_heads(exact=False)
     table = result.tables["prune"]
@@ -368,9 +401,10 @@ def test_a_mean_over_random_orders_needs_all_of_them():
 
 
 def test_figures_follow_what_was_measured():
-    assert fake_heads(exact=False, prune=False).figures == ["heads"]
-    assert fake_heads(prune=False).figures == ["heads", "loss_delta", "loss_delta_mean", "kl"]
-    assert fake_heads(exact=False).figures == ["heads", "prune", "prune_low"]
+    assert fake_heads(exact=False, prune=False).figures == ["heads", "importance"]
+    maps = ["heads", "importance", "loss_delta", "loss_delta_mean", "kl"]
+    assert fake_heads(prune=False).figures == maps
+    assert fake_heads(exact=False).figures == ["heads", "importance", "prune", "prune_low"]
     with pytest.raises(InterpError, match="did not measure"):
         fake_heads(exact=False).figure("kl")
     with pytest.raises(InterpError, match="Did you mean 'prune'"):
@@ -589,7 +623,7 @@ def test_hostile_text_is_text_on_the_page():
     result = hostile_result()
     page = Page(report.render([result, fake_heads(3, 5)]))
     tags = [tag for tag, _ in page.tags]
-    assert tags.count("script") == 12 + 2  # a figure each, plotly.js, page.js
+    assert tags.count("script") == 14 + 2  # a figure each, plotly.js, page.js
     assert not {"img", "b", "i", "iframe", "object"} & set(tags)
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
@@ -620,8 +654,8 @@ def test_hostile_text_is_text_on_the_page():
 def test_figures_of_the_page_carry_the_tables_values():
     result = fake_heads(3, 5)
     drawn = Page(report.render([result])).figures
-    assert len(drawn) == 6
-    packed = drawn[1]["data"][0]["z"]
+    assert len(drawn) == 7
+    packed = drawn[2]["data"][0]["z"]
     z = np.frombuffer(base64.b64decode(packed["bdata"]), packed["dtype"]).reshape(3, 5)
     for row in rows_of(result.tables["heads"]):
         assert z[row.layer][row.head] == row.loss_delta
@@ -674,11 +708,11 @@ def test_a_notebook_draws_figures_the_way_its_user_chose(monkeypatch: pytest.Mon
         lambda self, config: shown.append(self.layout.meta["title"]) if config else None,
     )
     fake_heads(3, 5, prune=False)._ipython_display_()
-    assert len(shown) == 5
+    assert len(shown) == 6
     assert "<table" in shown[0]
     assert "plotly.js v" not in shown[0]
     assert shown[1].startswith("Sensitivity")
-    assert "mean ablation" in shown[3]
+    assert "mean ablation" in shown[4]
 
 
 PROBE = """

@@ -284,9 +284,11 @@ def test_arguments_are_checked():
     ]:
         with pytest.raises(InterpError, match=message):
             draw(["abc"], **options)
-    for model in (None, SimpleNamespace(tokenizer=None)):
-        with pytest.raises(InterpError, match="needs a model that has a tokenizer"):
-            draw(["abc"], model)
+    with pytest.raises(InterpError, match="needs a model that has a tokenizer"):
+        draw(["abc"], SimpleNamespace(tokenizer=None))
+    for model in (None, "gpt2"):
+        with pytest.raises(InterpError, match=r"load_text\(source, load_model\('gpt2'\)\)"):
+            load_text(["abc"], model)
     with pytest.raises(InterpError, match="batch_size must be"):
         draw(["abc"]).batches(0)
 
@@ -327,7 +329,7 @@ def test_nothing_usable():
         InterpError, match=r"no usable document: of 4, 2 are blank, 1 repeat another and 1 have"
     ):
         draw(["", " ", "a", "a"])
-    with pytest.raises(InterpError, match="no usable document: of 0"):
+    with pytest.raises(InterpError, match="holds no document"):
         draw([])
 
 
@@ -660,8 +662,8 @@ def test_csv_of_a_long_field(tmp_path):
         ("id\ttext\n1\thello\n", "seems separated by"),
         ("text,text\nab,cd\n", "2 columns named 'text'"),
         ("label,review\npos,good film\n", "its columns: 'label', 'review'. Name one with --text"),
-        ("text\n", "no usable document: of 0"),
-        ("", "no usable document: of 0"),
+        ("text\n", "holds no document"),
+        ("", "holds no document"),
     ],
 )
 def test_csv_errors(tmp_path, content, message):

@@ -130,9 +130,10 @@ def _prunable_sentence(result: Result, limit: str) -> str | None:
         else ""
     )
     tried = len(orders(result))
+    whole = ", in whole KV groups," if result.config.get("unit") == "kv" else ""
     text = (
-        f"{percent(fraction)} of the heads{of} can be removed together before the loss rises by "
-        f"more than {limit} {NATS}{ends}"
+        f"{percent(fraction)} of the heads{of}{whole} can be removed together before the loss "
+        f"rises by more than {limit} {NATS}{ends}"
     )
     if tried > 1:
         text += f"; that is the best of {tried} orders, {order_label(best)}"
@@ -250,10 +251,18 @@ def _interaction(result: Result) -> str | None:
     if not steps:
         return None
     last = max(steps, key=lambda item: number(item["n_pruned"]) or 0)
+    low, high = number(last.get("ci_low")), number(last.get("ci_high"))
+    if low is None or high is None:
+        told = "The difference has no interval"
+    elif low > 0 or high < 0:
+        told = "Single removals do not add up"
+    else:
+        told = "These documents do not tell it from adding up"
+    ends = interval(low, high)
     return (
-        f"Single removals do not add up: {count(last['n_pruned'])} heads together change the loss "
-        f"by {signed(last.get('joint'))} {NATS}, the sum of their own changes is "
-        f"{signed(last.get('sum_of_own'))}."
+        f"{count(last['n_pruned'])} heads together change the loss by {signed(last.get('joint'))} "
+        f"{NATS}, the sum of their own changes is {signed(last.get('sum_of_own'))}: a difference "
+        f"of {signed(last.get('interaction'))} {ends}. {told}."
     )
 
 
@@ -346,8 +355,10 @@ def _prune_digest(result: Result) -> Digest | None:
         title="Share of heads that can go before the loss rises by more than ...",
         head=("order of removal", *(f"{limit} {NATS}" for limit in LIMITS)),
         rows=tuple(rows),
-        note="In brackets: the same at the two ends of the 95% interval, the careful end first."
-        + (" *: the best order." if len(named) > 1 else ""),
+        note="In brackets: the same at the two ends of the 95% interval over documents, the "
+        "careful end first."
+        + (" *: the best order." if len(named) > 1 else "")
+        + (" random: of the mean of its orders." if "random" in named else ""),
     )
 
 
@@ -381,15 +392,16 @@ def _interaction_digest(result: Result) -> Digest | None:
         return None
     return Digest(
         title=f"Together and one by one (loss change, {NATS})",
-        head=("heads removed", "together", "sum of their own", "difference"),
+        head=("heads removed", "together", "sum of their own", "difference", "95% interval"),
         rows=tuple(
             (
                 count(item.get("n_pruned")),
                 *(signed(item.get(key)) for key in ("joint", "sum_of_own", "interaction")),
+                interval(item.get("ci_low"), item.get("ci_high")) or DASH,
             )
             for item in steps
         ),
-        note="A positive difference: the heads back each other up, and single removals hide it.",
+        note="A difference above 0: the heads back each other up, and single removals hide it.",
         terminal=False,
     )
 
@@ -407,8 +419,8 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     ]
     if not has(table, "loss_delta"):
         for name, heading in (
-            ("importance", "importance\n(nats per\nunit scale)"),
-            ("importance_token", "importance\nby token\n(nats)"),
+            ("importance", "importance\n(nats per\ntoken)"),
+            ("importance_token", "importance\nby token\n(nats per\ntoken)"),
         ):
             if has(table, name):
                 out.append((heading, column(name, lambda value: unsigned(value, 5))))

@@ -206,6 +206,17 @@ def _importance(result: Result) -> go.Figure:
     )
 
 
+def _raw_importance(result: Result) -> go.Figure:
+    return _map(
+        result,
+        "importance",
+        "Sensitivity of the loss to each head, layers compared (importance)",
+        NATS,
+        root=True,
+        note="not normalised within layers; ranks sensitivity, not the sign of the loss change",
+    )
+
+
 def _loss_delta(result: Result) -> go.Figure:
     return _map(
         result,
@@ -259,6 +270,14 @@ ZOOM = 0.2  # nats per token; the height of the second figure
 def _curve_orders(table: pd.DataFrame) -> list[str]:
     found = [str(order) for order in table["order"].unique()]
     return [order for order in _STYLES if order in found] + [o for o in found if o not in _STYLES]
+
+
+def _points(result: Result, refined: bool) -> pd.DataFrame:
+    """Rows of the curve; refined: with those measured head by head around the limits."""
+    table, more = result.tables["prune"], result.tables.get("refine")
+    if not refined or more is None or more.empty:
+        return table
+    return pd.concat([table, more.reindex(columns=table.columns)], ignore_index=True)
 
 
 def _rows(table: pd.DataFrame, order: str) -> pd.DataFrame:
@@ -369,12 +388,14 @@ def _add_limits(figure: go.Figure, result: Result, zoom: bool) -> None:
         if best is None or found is None:
             continue
         text = f"{percent(found[0])} {in_figure(order_label(best))}, within {limit} nats"
+        at = _rows(_points(result, refined=True), best)
+        at = at.loc[(at["fraction"] - found[0]).abs() < 1e-9, "loss_delta"]
         figure.add_scatter(
             x=[100 * found[0]],
-            y=[height],
+            y=[float(at.iloc[0]) if len(at) else height],
             mode="markers",
             marker={
-                "symbol": "star",
+                "symbol": "star" if limit == LIMITS[0] else "star-diamond",
                 "size": 14,
                 "color": _STYLES.get(best, _OTHER)[0],
                 "line": {"width": 1, "color": "#ffffff"},
@@ -386,7 +407,7 @@ def _add_limits(figure: go.Figure, result: Result, zoom: bool) -> None:
 
 
 def _prune(result: Result, zoom: bool) -> go.Figure:
-    table = result.tables["prune"]
+    table = _points(result, refined=zoom)
     total = total_heads(result) or int(table["n_pruned"].to_numpy().max())
     figure = go.Figure()
     for order in _curve_orders(table):
@@ -402,6 +423,7 @@ def _prune(result: Result, zoom: bool) -> go.Figure:
         documents(result),
         "bands: 95% interval, paired by document",
         "stars: what the best order removes within a limit",
+        *(["measured head by head where a curve first exceeds a limit"] if zoom else []),
     ]
     title = "Loss while heads are removed together"
     if zoom:
@@ -420,6 +442,7 @@ def _prune(result: Result, zoom: bool) -> go.Figure:
 _CURVE = ("order", "n_pruned", "fraction", "loss_delta")
 FIGURES = {
     "heads": spec.FigureSpec(_importance, "heads", ("layer", "head", "importance_norm")),
+    "importance": spec.FigureSpec(_raw_importance, "heads", ("layer", "head", "importance")),
     "loss_delta": spec.FigureSpec(_loss_delta, "heads", ("layer", "head", "loss_delta")),
     "loss_delta_mean": spec.FigureSpec(
         _loss_delta_mean, "heads", ("layer", "head", "loss_delta_mean")

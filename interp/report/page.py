@@ -23,7 +23,7 @@ from interp.report.figures import figure, figure_names
 from interp.report.spec import CONFIG
 from interp.report.view import Digest, View, ranked
 from interp.report.views import view_of
-from interp.report.words import DASH, count, documents, model_name, number, plain, visible
+from interp.report.words import DASH, count, model_name, number, plain, sample, visible
 from interp.results import Column, Result
 
 ROWS = 1500  # of one table; more would make the page slow
@@ -80,7 +80,7 @@ def fragment(result: Result, figures: bool) -> str:
     view = view_of(result)
     parts = [
         f"<p><b>{_text(result.analyzer)}</b>: {_text(model_name(result))}, "
-        f"{_text(documents(result))}</p>"
+        f"{_text(sample(result))}</p>"
     ]
     parts.append(_notices(result))
     parts.append(_list(view.findings(result)))
@@ -128,7 +128,7 @@ def _section(result: Result, anchor: str, alone: bool) -> str:
     parts = [f'<section id="{anchor}">', heading]
     if view.question:
         parts.append(f'<p class="question">{_text(view.question)}</p>')
-    parts.append(f'<p class="sample">{_text(documents(result))}{_incomplete(result)}</p>')
+    parts.append(f'<p class="sample">{_text(sample(result))}{_incomplete(result)}</p>')
     parts.append(_notices(result))
     findings = view.findings(result)
     if findings:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from interp.report.view import Digest, View, ranked
 from interp.report.views import view_of
-from interp.report.words import DASH, count, documents, isolated, model_name, plain, visible
+from interp.report.words import DASH, count, isolated, model_name, plain, sample, visible
 from interp.results import Column, Result
 
 _STYLES = {"material": "bold red", "undecided": "dim"}
@@ -37,7 +37,7 @@ def print_result(
     out = console or Console(highlight=False)
     view = view_of(result)
     title = " | ".join(
-        part for part in (result.analyzer, isolated(model_name(result)), documents(result)) if part
+        part for part in (result.analyzer, isolated(model_name(result)), sample(result)) if part
     )
     _say(out, title, style="bold")
     if not result.complete:

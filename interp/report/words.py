@@ -149,6 +149,17 @@ def documents(result: Result) -> str:
     return ", ".join(parts)
 
 
+def sample(result: Result) -> str:
+    """The sample and where it is from: "32 documents, 1,984 predicted tokens; news, ..."."""
+    found = documents(result)
+    source, context = result.data.get("source"), number(result.data.get("context"))
+    parts = [isolated(visible(source, 40))] if source and found else []
+    if parts and context is not None:
+        windows = "windows of" if result.data.get("windows") else "the first"
+        parts.append(f"{windows} {count(context)} tokens of each")
+    return "; ".join(part for part in (found, ", ".join(parts)) if part)
+
+
 def model_name(result: Result, limit: int = 60) -> str:
     """The model's name, with its revision where that is a name and no commit hash."""
     name = visible(result.model.get("name") or "unnamed model", limit)

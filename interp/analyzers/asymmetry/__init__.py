@@ -30,7 +30,7 @@ from interp.errors import InterpError, UsageError
 from interp.model import Model
 from interp.results import Result
 from interp.scores import Form
-from interp.text import Text
+from interp.text import Text, expect_model, expect_text
 
 log = logging.getLogger("interp")
 
@@ -63,9 +63,13 @@ def asymmetry(
     """
     config = with_options(AsymmetryConfig, config, options)
     if not isinstance(model, Model):
+        if isinstance(model, str) or not isinstance(model, Iterable):
+            expect_model(model)
         return _over_training(model, config)
     if config.needs_text and text is None:
         raise UsageError("activations and symmetrise need a text: pass one from load_text.")
+    if config.needs_text:
+        expect_text(text)
     run = Run(model, text if config.needs_text else None, config)
     try:
         with model.measuring():
@@ -184,8 +188,10 @@ def _over_training(models: Iterable[Model | tuple[str, Model]], config: Asymmetr
     made: list[tuple[str, Result]] = []
     remaining = iter(models)
     while (item := next(remaining, None)) is not None:
-        name, model = item if isinstance(item, tuple) else (item.revision or item.name, item)
+        name, model = item if isinstance(item, tuple) else (None, item)
         del item
+        expect_model(model)
+        name = name or model.revision or model.name
         run = Run(model, None, config)
         try:
             with model.measuring():

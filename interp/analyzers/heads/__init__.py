@@ -33,7 +33,7 @@ from interp.config import HeadsConfig, with_options
 from interp.errors import InterpError
 from interp.model import Model
 from interp.results import Result
-from interp.text import Text
+from interp.text import Text, expect_model, expect_text
 
 log = logging.getLogger("interp")
 HELD_OUT_HEADS = 5
@@ -60,9 +60,9 @@ def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **opti
     Source: Michel et al. (2019), arXiv:1905.10650.
     """
     config = with_options(HeadsConfig, config, options)
+    expect_model(model)
+    expect_text(text)
     hooks.require(model, "z", "attn_out")
-    if config.unit == "kv" and model.cfg.n_kv_heads == model.cfg.n_heads:
-        log.info("Every query head has its own KV head here: --unit kv is the same as --unit head.")
     if config.exact and config.ablation != "zero" and len(text) < 2:
         raise InterpError(
             f"--ablation {config.ablation} takes what stands in for a head from other documents, "
@@ -80,6 +80,26 @@ def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **opti
     return run.result()
 
 
+def _without_effect(model: Model, config: HeadsConfig) -> list[str]:
+    """What was asked for and changes nothing, or not everything."""
+    out = []
+    pruned = config.prune or config.rescore
+    if config.ablation != "zero" and not config.exact:
+        out.append(
+            f"--ablation {config.ablation} is for --exact, which was not asked for: it changes "
+            "nothing here (the curve sets heads to zero; its compensated order keeps their mean)."
+        )
+    if config.unit == "kv" and model.cfg.n_kv_heads == model.cfg.n_heads:
+        out.append("Every query head has its own KV head here: --unit kv is as --unit head.")
+    elif config.unit == "kv" and not pruned:
+        out.append("--unit kv is for --prune, which was not asked for: it changes nothing here.")
+    elif config.unit == "kv" and config.exact:
+        out.append("--exact removes single query heads; --unit kv holds for the pruning curve.")
+    if config.step != HeadsConfig.step and not pruned:
+        out.append("--step is for --prune, which was not asked for: it changes nothing here.")
+    return out
+
+
 class _Run:
     """One run's plan and state: what is measured, on which documents, in which order."""
 
@@ -87,7 +107,7 @@ class _Run:
         self.model, self.text, self.config = model, text, config
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.notices = [*model.notices, *text.notices]
+        self.notices = [*model.notices, *text.notices, *_without_effect(model, config)]
         self.complete = True
         self.gradients: importance.Gradients | None = None
         self.exact: Sweep | None = None

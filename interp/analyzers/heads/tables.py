@@ -12,6 +12,7 @@ import pandas as pd
 from interp import stats
 from interp.analyzers.heads import curve
 from interp.analyzers.heads.importance import predicted_counts
+from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result
 
 if TYPE_CHECKING:
@@ -21,19 +22,21 @@ NATS = "nats per token"
 MATERIAL = 0.01
 """nats per token; the effect size from which a head matters."""
 ALPHA = 0.05
+COARSE_STEP = 0.1
+"""Share of heads per step above which the curve can cross a limit and come back unseen."""
 
 HEADS_COLUMNS = {
     "layer": Column("index", "Layer, counted from 0."),
     "head": Column("index", "Query head within the layer, counted from 0."),
     "kv_head": Column("index", "KV head that this query head reads."),
     "importance": Column(
-        "nats", "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
+        NATS, "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
     ),
-    "importance_low": Column("nats", "Lower end of importance's 95% t interval over documents."),
-    "importance_high": Column("nats", "Upper end of importance's 95% t interval over documents."),
+    "importance_low": Column(NATS, "Lower end of importance's 95% t interval over documents."),
+    "importance_high": Column(NATS, "Upper end of importance's 95% t interval over documents."),
     "importance_norm": Column("share of layer norm", "importance divided by its layer's l2 norm."),
     "importance_token": Column(
-        "nats", "Mean over documents of the mean over included positions of |z . dL/dz|."
+        NATS, "Mean over documents of the mean over included positions of |z . dL/dz|."
     ),
     "loss_delta": Column(
         NATS, "Loss with the head ablated (--ablation) minus baseline, paired by document."
@@ -83,14 +86,22 @@ SUMMARY_COLUMNS = {
     ),
     "scored_loss": Column(NATS, "Baseline of the documents that the heads table is measured on."),
     "heads": Column("heads", "Query heads of the model."),
-    "documents": Column("documents", "Documents behind the heads table."),
+    "documents": Column(
+        "documents",
+        "Documents behind the heads table: with --exact those that every head was removed on "
+        "before the run ended or was interrupted, else those behind importance.",
+    ),
+    "scored_documents": Column("documents", "Documents behind importance and scored_loss."),
+    "mean_documents": Column("documents", "Documents behind loss_delta_mean."),
     "pruned_order": Column(
         "[layer, head]", "Heads by ascending importance_norm: the order removed."
     ),
     "prunable": Column(
         "share of heads",
-        "Heads removed before the loss change first exceeds 0.01 / 0.05 nats; for random, the mean "
-        "over its orders.",
+        "Heads removed before the loss change first exceeds 0.01 / 0.05 nats; for random, of the "
+        "mean over its orders. Looked for head by head inside the first step whose end exceeds the "
+        "limit. A crossing there and back inside an earlier step is not seen and makes the share "
+        "too large: the likelier the wider the steps (--step; random takes 0.2 from 0.2 on).",
     ),
     "prunable_low": Column("share of heads", "The same by the interval's upper end: conservative."),
     "prunable_high": Column("share of heads", "The same by the interval's lower end: optimistic."),
@@ -138,12 +149,28 @@ def assemble(run: _Run) -> Result:
         summary_columns={k: v for k, v in SUMMARY_COLUMNS.items() if k in summary},
         tables=tables,
         columns=columns,
-        notices=run.notices,
+        notices=[*run.notices, *_notices(run, summary)],
         seed=run.config.seed,
         started=run.started,
         seconds=time.perf_counter() - run.began,
         complete=run.complete,
     )
+
+
+def _notices(run: _Run, summary: dict[str, Any]) -> list[str]:
+    """What a reader must know of these numbers in particular."""
+    found = []
+    if summary["documents"] < len(run.text):
+        found.append(
+            f"--exact was interrupted: loss_delta and what follows from it are of the "
+            f"{summary['documents']} documents, of {len(run.text)}, that were finished."
+        )
+    if "prunable" in summary and run.config.step > COARSE_STEP:
+        found.append(
+            f"--step {run.config.step:g} is coarse: prunable can be too large, because a crossing "
+            f"there and back inside a step is not seen. Use --step {COARSE_STEP} or less."
+        )
+    return found
 
 
 def _heads_table(run: _Run) -> pd.DataFrame:
@@ -176,11 +203,23 @@ def _finished(per_document: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.full(len(per_document), True), np.all(done, axis=0)
 
 
+def _documents(per_document: np.ndarray) -> int:
+    """How many documents the reported columns of such an array rest on."""
+    rows, columns = _finished(per_document)
+    return int(rows.sum()) if columns.any() else 0
+
+
+def _exact_values(exact: Sweep) -> np.ndarray:
+    """[document, head] finite where both the loss and the KL are measured."""
+    assert exact.kl is not None
+    return exact.delta + exact.kl
+
+
 def _exact_columns(run: _Run) -> dict[str, Any]:
     assert run.exact is not None
     assert run.exact.kl is not None
     n = run.exact.loss.shape[1]
-    rows, columns = _finished(run.exact.delta + run.exact.kl)
+    rows, columns = _finished(_exact_values(run.exact))
     out: dict[str, Any] = {name: np.full(n, np.nan) for name in EXACT_COLUMNS}
     out["significant"] = np.zeros(n, dtype=bool)
     out["verdict"] = np.full(n, "not measured", dtype=object)
@@ -267,13 +306,16 @@ def _summary(run: _Run, heads: pd.DataFrame, orders: list[curve.Order]) -> dict[
         "baseline_part": "sample" if text is run.text else text.part,
         "scored_loss": float(scored.mean()),
         "heads": len(heads),
-        "documents": len(run.text),
+        "documents": len(run.text) if run.exact is None else _documents(_exact_values(run.exact)),
+        "scored_documents": len(scored),
         "pruned_order": pruned,
     }
     if orders:
         summary |= _prunable(orders)
     if run.exact is not None:
         summary |= _exact_summary(run, heads)
+    if run.exact_mean is not None:
+        summary["mean_documents"] = _documents(run.exact_mean.delta)
     return summary
 
 
