@@ -88,7 +88,8 @@ def prompt_tables(model: Model, asked: Asked) -> dict[str, pd.DataFrame]:
 def prompt_summary(model: Model, asked: Asked) -> dict[str, Any]:
     """What the model says there, and how well the parts add up."""
     answer = asked.answer
-    listed = [answer.contribution[layer, key] for layer, key in asked.keys]
+    layer, key = np.array(asked.keys, dtype=np.int64).reshape(-1, 2).T
+    adds, relative = answer.contribution[layer, key], answer.centred[layer, key]
     return {
         "tokens": [pieces.label(model.tokenizer, i) for i in asked.question.tokens],
         "target": pieces.label(model.tokenizer, asked.question.target),
@@ -102,7 +103,8 @@ def prompt_summary(model: Model, asked: Asked) -> dict[str, Any]:
         "norm_scale": answer.scale,
         "sum_error": float(np.abs(answer.error).max()),
         "logit_error": answer.gap,
-        "contribution_and_ablation": stats.spearman(listed, -asked.ablated.logit),
+        "contribution_and_ablation": stats.spearman(adds, -asked.ablated.logit),
+        "centred_and_ablation": stats.spearman(relative, -asked.ablated.log_prob),
     }
 
 

@@ -49,7 +49,7 @@ def _keys() -> dict[str, Column]:
         similarity = f"earlier_similarity{end}"
         out[similarity] = Column(COSINE, f"Of {triggers}: {_EARLIER}.")
         out[f"{similarity}_null"] = Column(
-            COSINE, f"The same of {_MATCHED}; mean of {CONTEXT_DRAWS} draws."
+            COSINE, f"The same of {_MATCHED}; mean of {CONTEXT_DRAWS} draws; missing without any."
         )
         out[f"{similarity}_beyond"] = Column(
             "true or false",
@@ -193,7 +193,8 @@ SUMMARY = {
     "prompt": Column(
         "as named",
         "The prompt's tokens, the target, its logit, log-probability (nats) and rank, what the "
-        "model says first, and what FFNs, and all the rest, add to the logit; the largest error "
-        "of the sums; Spearman's rho of contribution with the ablated logit's fall.",
+        "model says first, what FFNs and all the rest add to the logit, and the largest error of "
+        "the sums. Spearman's rho over the keys listed: contribution with the fall of the logit "
+        "when ablated, and contribution_centred with that of the log-probability.",
     ),
 }
