@@ -19,6 +19,8 @@ import plotly.graph_objects as go
 import plotly.offline
 
 from interp.errors import InterpError
+from interp.report import browser as browsing
+from interp.report.browser import Browser, script_json
 from interp.report.figures import figure, figure_names
 from interp.report.spec import CONFIG
 from interp.report.view import Digest, View, ranked
@@ -30,6 +32,7 @@ ROWS = 1500  # of one table; more would make the page slow
 NOTEBOOK_ROWS = 10
 _LONG = 300  # characters of one cell
 _NOTICES = 50
+_MEANINGS = ("column", "unit", "meaning")
 # 'unsafe-inline' is what a page without a server has; no source at all is allowed for requests.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -50,9 +53,7 @@ def render(results: Sequence[Result]) -> str:
         raise InterpError("a report needs at least one result.")
     titles = [f"{result.analyzer}: {model_name(result)}" for result in results]
     title = titles[0] if len(results) == 1 else f"{len(results)} results"
-    sections = [
-        _section(result, f"r{i}", alone=len(results) == 1) for i, result in enumerate(results)
-    ]
+    sections = [_section(result, f"r{i}", len(results)) for i, result in enumerate(results)]
     contents = ""
     if len(results) > 1:
         links = "".join(
@@ -122,9 +123,11 @@ def _incomplete(result: Result) -> str:
     return "" if result.complete else ' <strong class="warn">interrupted</strong>'
 
 
-def _section(result: Result, anchor: str, alone: bool) -> str:
+def _section(result: Result, anchor: str, results: int) -> str:
     view = view_of(result)
-    heading = "" if alone else f"<h2>{_text(result.analyzer)}: {_text(model_name(result))}</h2>"
+    heading = (
+        "" if results == 1 else f"<h2>{_text(result.analyzer)}: {_text(model_name(result))}</h2>"
+    )
     parts = [f'<section id="{anchor}">', heading]
     if view.question:
         parts.append(f'<p class="question">{_text(view.question)}</p>')
@@ -133,14 +136,19 @@ def _section(result: Result, anchor: str, alone: bool) -> str:
     findings = view.findings(result)
     if findings:
         parts.append(f'<h3>Findings</h3><div class="findings">{_list(findings)}</div>')
-    parts += [_digest(digest) for digest in view.digests(result)]
+    parts += [_digest(digest) for digest in view.digests(result) if digest.page]
     for name in figure_names(result):
         parts.append(_figure(figure(result, name), f"{anchor}-{name}"))
     limits = view.limits(result)
     if limits:
         parts.append(f"<h3>What these numbers are, and are not</h3>{_list(limits)}")
+    browser = view.browser if view.browser and view.browser.available(result) else None
+    if browser is not None:
+        parts.append(_browser(browser, result, f"{anchor}-browser", browsing.BYTES // results))
+    covered = (browser.table, browser.examples) if browser else ()
     for name, table in result.tables.items():
-        parts.append(_full_table(result, view, name, table))
+        if name not in covered:
+            parts.append(_full_table(result, view, name, table))
     parts.append(_provenance(result))
     parts.append("</section>\n")
     return "\n".join(part for part in parts if part)
@@ -176,7 +184,7 @@ def _figure(drawn: go.Figure, anchor: str) -> str:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
     )
-    data = _script_json(json.loads(drawn.to_json() or "{}"))
+    data = script_json({**json.loads(drawn.to_json() or "{}"), "config": CONFIG})
     height = int(drawn.layout.height or 450)
     return (
         f"<figure><figcaption><strong>{_text(title)}</strong><br>"
@@ -186,13 +194,6 @@ def _figure(drawn: go.Figure, anchor: str) -> str:
         f'<script type="application/json" class="figure" data-for="{anchor}">{data}</script>'
         "</figure>"
     )
-
-
-def _script_json(value: Any) -> str:
-    text = json.dumps({**value, "config": CONFIG}, ensure_ascii=True, allow_nan=False)
-    for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
 
 
 def _digest(digest: Digest) -> str:
@@ -230,11 +231,7 @@ def _full_table(result: Result, view: View, name: str, table: pd.DataFrame) -> s
             f"{count(len(shown))} of {count(len(table))} rows, {order}. Sorting and searching "
             f"cover these rows only; all of them are in {name}.parquet."
         )
-    described = "".join(
-        _row(column, _text(meaning.unit), _text(meaning.description))
-        for column, meaning in result.columns[name].items()
-        if column in table.columns
-    )
+    described = _meanings(result.columns[name], table)
     return (
         f"<h3>Table {_text(name)}</h3>"
         f'<p class="note">{_text(note)}</p>'
@@ -242,7 +239,41 @@ def _full_table(result: Result, view: View, name: str, table: pd.DataFrame) -> s
         '<span role="status"></span></p>'
         f'<div class="scroll" role="region" tabindex="0" aria-label="Table {html.escape(name)}">'
         f"{_table(shown, result.columns[name], buttons=True)}</div>"
-        f"{_details('What the columns mean', described, ('column', 'unit', 'meaning'))}"
+        f"{_details('What the columns mean', described, _MEANINGS)}"
+    )
+
+
+def _meanings(columns: dict[str, Column], table: pd.DataFrame) -> str:
+    return "".join(
+        _row(column, _text(meaning.unit), _text(meaning.description))
+        for column, meaning in columns.items()
+        if column in table.columns
+    )
+
+
+def _browser(browser: Browser, result: Result, anchor: str, limit: int) -> str:
+    """The frame of a browser; page.js fills it with rows as they are wanted."""
+    packed = browsing.pack(browser, result, limit)
+    described = [
+        _details(
+            f"What the columns of {name} mean",
+            _meanings(result.columns[name], result.tables[name]),
+            _MEANINGS,
+        )
+        for name in (browser.table, browser.examples)
+    ]
+    return (
+        f"<h3>{_text(browser.title)}</h3>"
+        f'<p class="note">{_text(packed.note)}</p>'
+        f'<div class="browser" id="{anchor}">'
+        '<p class="search"><label>Search <input type="search" autocomplete="off"></label> '
+        "<label>Sort by <select></select></label> "
+        '<button type="button" class="turn">largest first</button> <span role="status"></span></p>'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(browser.title)}">'
+        "<table><thead><tr></tr></thead><tbody></tbody></table></div>"
+        '<p><button type="button" class="more" hidden></button></p></div>'
+        f'<script type="application/json" class="browse" data-for="{anchor}">{packed.text}'
+        f"</script>{''.join(described)}"
     )
 
 

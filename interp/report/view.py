@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from interp.report.browser import Browser
 from interp.report.words import number
 from interp.results import Result
 
@@ -22,6 +23,7 @@ class Digest:
         rows: cells; the first of a row is its label.
         note: one line below it.
         terminal: whether it is worth its lines in a terminal too.
+        page: False where the page shows the same in another way.
     """
 
     title: str
@@ -29,6 +31,7 @@ class Digest:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     terminal: bool = True
+    page: bool = True
 
 
 def _nothing(result: Result) -> list[Any]:
@@ -48,6 +51,7 @@ class View:
             first; the first candidate that the table has is used.
         narrow: table -> function (rows) -> [(heading, cells)], for 80 columns.
         quiet: tables that a digest already tells in a terminal.
+        browser: a table on the page whose rows open to examples, in place of those two tables.
     """
 
     question: str = ""
@@ -59,6 +63,7 @@ class View:
         default_factory=dict
     )
     quiet: frozenset[str] = frozenset()
+    browser: Browser | None = None
 
 
 def has(table: pd.DataFrame, column: str) -> bool:

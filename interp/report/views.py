@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from interp.report import asymmetry, heads
+from interp.report import asymmetry, ffn_keys, heads
 from interp.report.view import View
 from interp.results import Result
 
-VIEWS: Mapping[str, View] = {"heads": heads.VIEW, "asymmetry": asymmetry.VIEW}
+VIEWS: Mapping[str, View] = {
+    "heads": heads.VIEW,
+    "asymmetry": asymmetry.VIEW,
+    "ffn-keys": ffn_keys.VIEW,
+}
 
 
 def view_of(result: Result) -> View:

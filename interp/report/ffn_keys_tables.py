@@ -1,0 +1,267 @@
+"""Tables of an `ffn-keys` run for 80 columns, and what is drawn from its large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from interp.report.view import Digest, has
+from interp.report.words import DASH, count, interval, isolated, number, percent, plain, visible
+from interp.results import Result
+
+STORIES = 3  # keys that are told with their triggers
+EXAMPLES = 3  # triggers of each, where all keys were measured
+BINS = 10
+_BEFORE, _AFTER = 40, 14  # characters around the token
+_HALF = 12  # of a token in a row of tokens
+
+
+def key_label(row: Mapping[Any, Any] | pd.Series) -> str:
+    """27.123 is layer 27, key 123."""
+    return f"{int(row['layer'])}.{int(row['key'])}"
+
+
+def listed(tokens: Any, most: int) -> str:
+    """The first tokens of a list, each in quotes."""
+    if not isinstance(tokens, list | tuple) and not hasattr(tokens, "__len__"):
+        return DASH
+    return " ".join(f'"{isolated(visible(t, _HALF))}"' for t in list(tokens)[:most])
+
+
+def marked(prefix: Any, token: Any, following: Any) -> str:
+    """The end of a prefix with its token in double brackets, and the beginning of what follows."""
+    before, token = str(plain(prefix) or ""), str(plain(token) or "")
+    size = next((len(t) for t in (token, token.lstrip(" ")) if t and before.endswith(t)), 1)
+    start = max(0, len(before) - size)
+    shown = visible(before[start:], 24)
+    left = before[max(0, start - _BEFORE) : start]
+    cut = ".." if start > _BEFORE else ""
+    right = str(plain(following) or "")[:_AFTER]
+    return isolated(f"{cut}{visible(left)}[[{shown}]]{visible(right)}")
+
+
+# Narrow tables ------------------------------------------------------------------------------------
+
+Columns = list[tuple[str, list[str]]]
+
+
+def _column(table: pd.DataFrame, name: str, form: Callable[[Any], str]) -> list[str]:
+    return [form(value) for value in table[name]]
+
+
+def _short(value: Any) -> str:
+    found = number(value)
+    return DASH if found is None else f"{found:.3g}"
+
+
+def _flag(value: Any) -> str:
+    value = plain(value)
+    return DASH if value is None else "yes" if value else "no"
+
+
+def _signed(value: Any) -> str:
+    found = number(value)
+    return DASH if found is None else f"{found:+.3f}" if abs(found) >= 0.0005 else f"{found:+.0e}"
+
+
+def _change(value: Any) -> str:
+    found = number(value)
+    return DASH if found is None else f"{100 * found:+.0f}%"
+
+
+def _keys(table: pd.DataFrame) -> Columns:
+    suffix = "_folded" if has(table, "agreement_folded") else ""
+    out: Columns = [("key", [key_label(row) for row in table.to_dict("records")])]
+    for name, heading, form in (
+        (f"agreement{suffix}", "agrees", _flag),
+        (f"next_token_rank{suffix}", "rank of\nnext\ntoken", count),
+        ("same_last_token", "same\nlast\ntoken", percent),
+        ("same_last_token_null", "by\nchance", percent),
+        ("coefficient_max", "largest\ncoeff.", _short),
+        ("coefficient_min", "smallest\ncoeff.", _short),
+    ):
+        if has(table, name):
+            out.append((heading, _column(table, name, form)))
+    name = f"value_top_tokens{suffix}"
+    if name in table:
+        out.append(("value raises", [listed(tokens, 2) for tokens in table[name]]))
+    return out
+
+
+def _layers(table: pd.DataFrame) -> Columns:
+    suffix = "_folded" if has(table, "agreement_rate_folded") else ""
+    out: Columns = [("layer", _column(table, "layer", count))]
+    if has(table, f"agreement_count{suffix}"):
+        keys = table["agreement_keys"].astype(float)
+        out.append(("keys\nthat\nagree", _column(table, f"agreement_count{suffix}", count)))
+        for name, heading in (
+            ("null", "by\nshuffle"),
+            ("null_99", "its\n99th\npct."),
+            ("unigram_99", "99th,\nby fre-\nquency"),
+        ):
+            column = f"agreement_{name}{suffix}"
+            if has(table, column):
+                form = (lambda v: f"{v:.1f}") if name == "null" else count
+                expected = table[column].astype(float) * keys
+                out.append((heading, [DASH if v != v else form(v) for v in expected]))
+    for name, heading, form in (
+        ("same_last_token", "same\nlast\ntoken", percent),
+        ("same_last_token_null", "by\nchance", percent),
+        ("earlier_gap", "earlier\ntext\n(cosine)", _signed),
+        ("active_share_90", "active\nkeys\n(90%)", percent),
+        ("zero_agreement", "zero\nagree-\nment", percent),
+        ("unchanged", "top\nun-\nchanged", percent),
+    ):
+        if has(table, name):
+            out.append((heading, _column(table, name, form)))
+    return out
+
+
+def _mutation(table: pd.DataFrame) -> Columns:
+    out: Columns = [("layer", _column(table, "layer", count))]
+    if table["sign"].nunique() > 1:
+        out.append(("triggers", ["largest" if s > 0 else "negative" for s in table["sign"]]))
+    out.append(
+        (
+            "dropped\ntoken",
+            ["(unrelated text)" if d == "all" else visible(d, 20) for d in table["dropped"]],
+        )
+    )
+    out.append(("change", _column(table, "change", _change)))
+    ends = [
+        interval(low, high, _change) or DASH
+        for low, high in zip(table["change_low"], table["change_high"], strict=True)
+    ]
+    out.append(("95%\ninterval", ends))
+    for name, heading, form in (
+        ("change_median", "median", _change),
+        ("flipped", "sign\nflips\n(keys)", percent),
+        ("keys", "keys", count),
+        ("triggers", "triggers", count),
+    ):
+        if has(table, name) and heading not in dict(out):
+            out.append((heading, _column(table, name, form)))
+    return out
+
+
+def _prompt_keys(table: pd.DataFrame) -> Columns:
+    out: Columns = [("key", [key_label(row) for row in table.to_dict("records")])]
+    for name, heading in (
+        ("contribution", "adds\ndirectly\n(logits)"),
+        ("ablated_logit", "removed:\nlogit\nchanges"),
+        ("ablated_log_prob", "log-\nprob.\n(nats)"),
+        ("coefficient", "coeff."),
+    ):
+        if has(table, name):
+            form = _short if name == "coefficient" else _signed
+            out.append((heading, _column(table, name, form)))
+    out.append(("value raises", [listed(tokens, 2) for tokens in table["value_top_tokens"]]))
+    return out
+
+
+def _prompt_layers(table: pd.DataFrame) -> Columns:
+    out: Columns = [("layer", _column(table, "layer", count))]
+    for name, heading in (
+        ("ffn", "FFN adds\n(logits)"),
+        ("raised", "keys that\nraise\n(logits)"),
+        ("lowered", "keys that\nlower\n(logits)"),
+        ("bias", "bias\n(logits)"),
+        ("error", "rounding\n(logits)"),
+    ):
+        out.append((heading, _column(table, name, _signed)))
+    return out
+
+
+narrow: Mapping[str, Callable[[pd.DataFrame], Columns]] = {
+    "keys": _keys,
+    "ffn_layers": _layers,
+    "mutation": _mutation,
+    "prompt_keys": _prompt_keys,
+    "prompt_layers": _prompt_layers,
+}
+
+
+# Digests ------------------------------------------------------------------------------------------
+
+
+def digests(result: Result) -> list[Digest]:
+    """Keys with their triggers, for the terminal, and histograms of chosen keys."""
+    if not {"keys", "triggers"} <= set(result.tables):
+        return []
+    chosen = _chosen(result)
+    return [digest for row in chosen for digest in _story(result, row)]
+
+
+def _chosen(result: Result) -> list[dict[Any, Any]]:
+    """The keys asked for; else those that agree and those with the clearest last token."""
+    keys = result.tables["keys"]
+    if result.config.get("key"):
+        return keys.head(STORIES).to_dict("records")
+    suffix = "_folded" if has(keys, "agreement_folded") else ""
+    names = [
+        n for n in (f"agreement{suffix}", "same_last_token", "coefficient_max") if has(keys, n)
+    ]
+    if not names:
+        return []
+    order = keys[names].astype("Float64").sort_values(by=names, ascending=False, kind="stable")
+    return keys.loc[order.index[:STORIES], :].to_dict("records")
+
+
+def _story(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
+    table = result.tables["triggers"]
+    own = table.loc[(table["layer"] == row["layer"]) & (table["key"] == row["key"]), :]
+    asked = bool(result.config.get("key"))
+    signs = (1, -1) if asked else (1,)
+    parts = [own.loc[own["sign"] == sign, :] for sign in signs]
+    rows = [
+        (marked(t["prefix"], t["token"], t["following"]), _short(t["coefficient"]))
+        for part in parts
+        for t in (part if asked else part.head(EXAMPLES)).to_dict("records")
+    ]
+    suffix = "_folded" if "value_top_tokens_folded" in row else ""
+    said = [
+        f"value {word} {listed(row[name], 5)}"
+        for word, name in (
+            ("raises", f"value_top_tokens{suffix}"),
+            ("lowers", f"value_bottom_tokens{suffix}"),
+        )
+        if name in row
+    ]
+    note = "; ".join(said)
+    if not asked:
+        note += ". A key chosen for being clear, not a typical one."
+    if rows:
+        yield Digest(
+            title=f"Key {key_label(row)}: triggers, the token in [[ ]]",
+            head=("text", "coefficient"),
+            rows=tuple(rows),
+            note=note,
+            page=False,
+        )
+    if asked and "histogram" in result.tables:
+        yield from _histogram(result, row)
+
+
+def _histogram(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
+    table = result.tables["histogram"]
+    own = table.loc[(table["layer"] == row["layer"]) & (table["key"] == row["key"]), :]
+    if own.empty:
+        return
+    # A few equal bins instead of many.
+    step = max(1, -(-len(own) // BINS))
+    rows = []
+    total = own["positions"].sum()
+    for first in range(0, len(own), step):
+        part = own.iloc[first : first + step]
+        n = int(part["positions"].sum())
+        bar = "#" * (len(str(n)) if n else 0)
+        ends = f"{part['low'].iloc[0]:9.3g} to {part['high'].iloc[-1]:9.3g}"
+        rows.append((f"{ends}  {bar}", count(n), percent(n / total) if total else DASH))
+    yield Digest(
+        title=f"Key {key_label(row)}: coefficients at all positions",
+        head=("coefficient (# per power of ten)", "positions", "share"),
+        rows=tuple(rows),
+        page=False,
+    )
