@@ -7,6 +7,7 @@ before rows, and the note says so.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -89,29 +90,30 @@ def pack(browser: Browser, result: Result, limit: int = BYTES) -> Packed:
     rows = _ranked(browser, result.tables[browser.table])
     chosen = _some(browser, rows, ROWS)
     examples = _of(browser, chosen, result.tables[browser.examples])
-    most = int(_sizes(browser, examples).max()) if len(examples) else 0
+    most = max(_sizes(browser, examples), default=0)
+    numbers = [most, *(n for n in _EXAMPLES if n < most)]
     while True:
-        for n in (most, *(n for n in _EXAMPLES if n < most)):
-            data = _data(browser, result, chosen, _head(browser, examples, n))
-            text = script_json(data)
+        text, n = "", most
+        for n in numbers:
+            text = script_json(_data(browser, result, chosen, _head(browser, examples, n)))
             if len(text) <= limit:
-                return Packed(text, _note(browser, rows, chosen, n, most))
-        # Fewest examples, and still too large: fewer rows.
+                break
         fewer = _some(browser, rows, int(0.9 * len(chosen) * limit / len(text)))
-        if len(fewer) == len(chosen):
+        if len(text) <= limit or len(fewer) == len(chosen):
             return Packed(text, _note(browser, rows, chosen, n, most))
-        chosen, examples = fewer, _of(browser, fewer, examples)
+        # Fewest examples, and still too large: fewer rows.
+        chosen, examples, numbers = fewer, _of(browser, fewer, examples), numbers[-1:]
 
 
 def _note(browser: Browser, rows: pd.DataFrame, chosen: pd.DataFrame, n: int, most: int) -> str:
     noun = browser.noun
     parts = []
     if len(chosen) < len(rows):
-        each = f", as many of each {browser.by[0]}," if rows[browser.by[0]].nunique() > 1 else ""
+        each = f", as many of each {browser.by[0]}," if len(set(rows[browser.by[0]])) > 1 else ""
         parts.append(
             f"{count(len(chosen))} of {count(len(rows))} {noun}s{each} are here: the first by "
-            f"{', then '.join(c for c in browser.first if c in rows)}. So they are the most "
-            "extreme, not typical, and searching covers no others."
+            f"{_order(browser, rows)}. So they are the most extreme, not typical, and searching "
+            "covers no others."
         )
     else:
         parts.append(f"All {count(len(rows))} {noun}s.")
@@ -124,6 +126,10 @@ def _note(browser: Browser, rows: pd.DataFrame, chosen: pd.DataFrame, n: int, mo
     return " ".join(parts)
 
 
+def _order(browser: Browser, rows: pd.DataFrame) -> str:
+    return ", then ".join(c for c in browser.first if c in rows) or "as measured"
+
+
 # Which --------------------------------------------------------------------------------------------
 
 
@@ -131,8 +137,8 @@ def _ranked(browser: Browser, table: pd.DataFrame) -> pd.DataFrame:
     keys = [column for column in browser.first if column in table]
     if not keys:
         return table
-    ordered = table[keys].astype("Float64").sort_values(by=keys, ascending=False, kind="stable")
-    return table.loc[ordered.index, :]
+    numbers = table[keys].astype("Float64").to_numpy(dtype=float, na_value=-np.inf)
+    return table.iloc[np.lexsort(-numbers.T[::-1]), :]
 
 
 def _some(browser: Browser, rows: pd.DataFrame, most: int) -> pd.DataFrame:
@@ -157,8 +163,8 @@ def _keys(browser: Browser, examples: pd.DataFrame) -> list[str]:
     )
 
 
-def _sizes(browser: Browser, examples: pd.DataFrame) -> pd.Series:
-    return examples.groupby(_keys(browser, examples), sort=False).size()
+def _sizes(browser: Browser, examples: pd.DataFrame) -> list[int]:
+    return [len(own) for own in examples.groupby(_keys(browser, examples)).indices.values()]
 
 
 def _head(browser: Browser, examples: pd.DataFrame, n: int) -> pd.DataFrame:
@@ -210,7 +216,7 @@ def _data(
     columns = [
         _column(c, shown.get(c), described[c], [_number(v) for v in rows[c]])
         for c in names
-        if pd.api.types.is_numeric_dtype(rows[c]) and rows[c].notna().any()  # bool among them
+        if pd.api.types.is_numeric_dtype(rows[c]) and bool(rows[c].notna().any())  # bool too
     ]
     tokens = [
         {"heading": heading, "values": [[strings.of(t) for t in row] for row in rows[c]]}
@@ -219,6 +225,7 @@ def _data(
     ]
     data: dict[str, Any] = {
         "noun": browser.noun,
+        "order": f"{_order(browser, rows)}",
         "by": [[_label(v) for v in rows[c]] for c in browser.by],
         "columns": columns,
         "tokens": tokens,
@@ -329,8 +336,13 @@ def _suffix(before: str, token: str) -> int:
 
 def _offsets(text: str) -> np.ndarray:
     """[character + 1] where each begins in what is shown, in UTF-16 units."""
-    sizes = [len(visible(c).encode("utf-16-le", "surrogatepass")) // 2 for c in text]
+    sizes = [_size(char) for char in text]
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+@functools.cache
+def _size(char: str) -> int:
+    return len(visible(char).encode("utf-16-le")) // 2
 
 
 def _longest(texts: list[str]) -> tuple[list[str], list[int]]:

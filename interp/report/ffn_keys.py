@@ -117,7 +117,7 @@ def _agreement(rows: list[dict[str, Any]], suffix: str | None) -> list[str | Non
         return []
     known = [row for row in rows if number(row.get(f"agreement_rate{suffix}")) is not None]
     if len(known) <= FEW:
-        return [_agreement_of(row, suffix) for row in known]
+        return [_capital(_agreement_of(row, suffix)) for row in known]
     found = [row for row in known if beyond(row, suffix)]
     head = (
         f"In {len(found)} of {len(known)} layers more values than chance allows have as their top "
@@ -156,7 +156,7 @@ def _agreement_of(row: dict[str, Any], suffix: str) -> str:
     )
     if other is not None:
         text += f"; {BASES[other]}: {count(value('count', other))}"
-    return _capital(text) + ")."
+    return text + ")."
 
 
 def _agreement_verdict(row: dict[str, Any], suffix: str) -> str:

@@ -31,16 +31,31 @@ def _subtitle(result: Result, *parts: str) -> str:
 
 
 def _names(layers: Any) -> list[str]:
-    # Layers are categories: those that were not measured leave no gap.
     return [count(layer) for layer in layers]
 
 
-def _axes(figure: go.Figure, y: str, percent: bool = True, row: int | None = None) -> None:
-    where = {} if row is None else {"row": row, "col": 1}
-    figure.update_xaxes(title="layer", type="category", showgrid=False, **where)
-    figure.update_yaxes(
-        title=y, rangemode="tozero", zeroline=True, ticksuffix="%" if percent else "", **where
+def _at(table: pd.DataFrame, offset: float = 0.0) -> np.ndarray:
+    # Layers stand side by side, also those that are not neighbours.
+    return np.arange(len(table)) + offset
+
+
+def _axes(figure: go.Figure, table: pd.DataFrame, y: str, row: int | None = None) -> None:
+    where: dict[str, Any] = {} if row is None else {"row": row, "col": 1}
+    figure.update_xaxes(
+        title="layer",
+        tickmode="array",
+        tickvals=_at(table),
+        ticktext=_names(table["layer"]),
+        range=[-0.6, len(table) - 0.4],
+        showgrid=False,
+        zeroline=False,
+        **where,
     )
+    figure.update_yaxes(title=y, rangemode="tozero", zeroline=True, ticksuffix="%", **where)
+
+
+def _height(table: pd.DataFrame, panels: int = 1) -> int:
+    return (230 if len(set(table["layer"])) <= 3 else 300) * panels + 140
 
 
 def _dots(
@@ -51,9 +66,9 @@ def _dots(
     style: tuple[str, str],
     *,
     ends: tuple[Sequence[float], Sequence[float]] | None = None,
-    where: dict[str, int] | None = None,
+    where: dict[str, Any] | None = None,
     n: str = "",
-    group: str | None = None,
+    offset: float = 0.0,
 ) -> None:
     """Percentages as dots; with their interval where there is one."""
     y = 100 * table[column].astype(float)
@@ -72,12 +87,11 @@ def _dots(
         }
         told = [f" [{a:.3g}%, {b:.3g}%]" for a, b in zip(low, high, strict=True)]
     figure.add_scatter(
-        x=_names(table["layer"]),
+        x=_at(table, offset),
         y=y,
         error_y=bars,
         mode="markers",
         name=name,
-        offsetgroup=group or name,
         marker={"color": style[0], "symbol": style[1], "size": 9},
         hovertext=[
             f"<b>layer {count(layer)}</b><br>{name}: {value:.3g}%{ends_}{'<br>' + n if n else ''}"
@@ -93,12 +107,12 @@ def _null_bars(
     table: pd.DataFrame,
     column: str,
     name: str,
-    where: dict[str, int] | None = None,
+    where: dict[str, Any] | None = None,
 ) -> None:
     """Grey bars from 0: what chance reaches."""
     y = 100 * table[column].astype(float)
     figure.add_bar(
-        x=_names(table["layer"]),
+        x=_at(table),
         y=y,
         name=name,
         marker={"color": _NULL, "line": {"color": spec.GREY, "width": 1}},
@@ -112,14 +126,24 @@ def _null_bars(
     )
 
 
-def _ticks(figure: go.Figure, table: pd.DataFrame, column: str, name: str) -> None:
+def _ticks(
+    figure: go.Figure,
+    table: pd.DataFrame,
+    column: str,
+    name: str,
+    colour: str,
+    where: dict[str, Any] | None = None,
+) -> None:
+    """Short level lines: a height to compare with."""
     figure.add_scatter(
-        x=_names(table["layer"]),
+        x=_at(table),
         y=100 * table[column].astype(float),
         mode="markers",
         name=name,
-        marker={"symbol": "line-ew", "size": 16, "line": {"width": 2, "color": spec.RED}},
-        hovertemplate=f"layer %{{x}}<br>{name}: %{{y:.3g}}%<extra></extra>",
+        marker={"symbol": "line-ew", "size": 18, "line": {"width": 2, "color": colour}},
+        customdata=_names(table["layer"]),
+        hovertemplate=f"layer %{{customdata}}<br>{name}: %{{y:.3g}}%<extra></extra>",
+        **(where or {}),
     )
 
 
@@ -133,7 +157,11 @@ def _agreement(result: Result) -> go.Figure:
     )
     if has(table, f"agreement_unigram_99{suffix}"):
         _ticks(
-            figure, table, f"agreement_unigram_99{suffix}", "tokens by frequency, 99th percentile"
+            figure,
+            table,
+            f"agreement_unigram_99{suffix}",
+            "tokens by frequency, 99th percentile",
+            spec.RED,
         )
     ends = (list(table[f"agreement_low{suffix}"]), list(table[f"agreement_high{suffix}"]))
     _dots(
@@ -145,7 +173,7 @@ def _agreement(result: Result) -> go.Figure:
         ends=ends,
         n=f"n = {keys} keys",
     )
-    _axes(figure, "keys that agree")
+    _axes(figure, table, "keys that agree")
     figure.update_layout(legend=_LEGEND)
     return spec.finish(
         figure,
@@ -155,7 +183,7 @@ def _agreement(result: Result) -> go.Figure:
             f"{keys} keys per layer",
             f"values read with {BASES[suffix]}" if suffix else "values read raw",
         ),
-        470,
+        _height(table),
     )
 
 
@@ -181,7 +209,7 @@ def _last_token(result: Result) -> go.Figure:
         where=top,
     )
     if has(table, "same_last_token_chance_99"):
-        for column, name, style in _SURFACE:
+        for (column, name, style), offset in zip(_SURFACE, (-0.2, 0.0, 0.2), strict=True):
             if has(table, f"{column}_beyond_99"):
                 _dots(
                     figure,
@@ -190,28 +218,26 @@ def _last_token(result: Result) -> go.Figure:
                     f"{name}: keys beyond chance",
                     style,
                     where=bottom,
-                    group=column,
+                    offset=offset,
                 )
-        chance = 100 * table["same_last_token_chance_99"].astype(float)
-        figure.add_scatter(
-            x=_names(table["layer"]),
-            y=chance,
-            mode="markers",
-            name="by chance (last token)",
-            marker={"symbol": "line-ew", "size": 30, "line": {"width": 2, "color": spec.GREY}},
-            hovertemplate="layer %{x}<br>by chance: %{y:.2g}%<extra></extra>",
-            **bottom,
+        _ticks(
+            figure,
+            table,
+            "same_last_token_chance_99",
+            "by chance (last token)",
+            spec.GREY,
+            bottom,
         )
-    _axes(figure, "triggers with the<br>same last token", row=1)
-    _axes(figure, "keys beyond the 99th<br>percentile of chance", row=2)
+    _axes(figure, table, "triggers with the<br>same last token", row=1)
+    _axes(figure, table, "keys beyond the 99th<br>percentile of chance", row=2)
     figure.update_xaxes(title=None, row=1, col=1)
-    figure.update_layout(legend=_LEGEND | {"y": -0.13}, scattermode="group", scattergap=0.6)
+    figure.update_layout(legend=_LEGEND | {"y": -0.13})
     n = count(result.summary.get("triggers_per_key"))
     return spec.finish(
         figure,
         "What the triggers of a key share on their surface",
         _subtitle(result, f"{n} triggers per key", "above: mean over keys; below: share of keys"),
-        640,
+        _height(table, 2),
     )
 
 
@@ -240,13 +266,14 @@ _DROPPED = (
 def _mutation(result: Result) -> go.Figure:
     table = result.tables["mutation"]
     table = table.loc[table["sign"] == 1, :]
+    layers = table[["layer"]].drop_duplicates().sort_values(by="layer", ignore_index=True)
     figure = go.Figure()
-    for dropped, name, style in _DROPPED:
-        own = table.loc[table["dropped"] == dropped, :]
-        if len(own):
-            _dots(figure, own, "change", name, style)
-    _axes(figure, "change of the coefficient")
-    figure.update_layout(legend=_LEGEND, scattermode="group", scattergap=0.5)
+    for (dropped, name, style), offset in zip(_DROPPED, (-0.24, -0.08, 0.08, 0.24), strict=True):
+        own = table.loc[table["dropped"] == dropped, :].set_index("layer").reindex(layers["layer"])
+        if has(own, "change"):
+            _dots(figure, own.reset_index(), "change", name, style, offset=offset)
+    _axes(figure, layers, "change of the coefficient")
+    figure.update_layout(legend=_LEGEND)
     keys = count(table["keys"].max())
     return spec.finish(
         figure,
@@ -254,7 +281,7 @@ def _mutation(result: Result) -> go.Figure:
         _subtitle(
             result, f"up to {keys} sampled keys per layer", "mean and 95% interval over keys"
         ),
-        470,
+        _height(layers),
     )
 
 
@@ -267,22 +294,22 @@ def _mixture(result: Result) -> go.Figure:
         ("active_share_99", "all but 1%", (spec.ORANGE, "square")),
     ):
         if has(table, column):
-            _dots(figure, table, column, name, style, where=top, group=column)
-    for column, name, style in (
-        ("zero_agreement", "zero agreement", (spec.PURPLE, "diamond")),
-        ("zero_agreement_null", "with another position's output", (spec.GREY, "x")),
+            _dots(figure, table, column, name, style, where=top)
+    for column, name, style, offset in (
+        ("zero_agreement", "zero agreement", (spec.PURPLE, "diamond"), -0.12),
+        ("zero_agreement_null", "with another position's output", (spec.GREY, "x"), 0.12),
     ):
         if has(table, column):
-            _dots(figure, table, column, name, style, where=bottom, group=column)
-    _axes(figure, "keys it takes", row=1)
-    _axes(figure, "positions where no key<br>has the output's top token", row=2)
+            _dots(figure, table, column, name, style, where=bottom, offset=offset)
+    _axes(figure, table, "keys it takes", row=1)
+    _axes(figure, table, "positions where no key<br>has the output's top token", row=2)
     figure.update_xaxes(title=None, row=1, col=1)
-    figure.update_layout(legend=_LEGEND | {"y": -0.13}, scattermode="group", scattergap=0.6)
+    figure.update_layout(legend=_LEGEND | {"y": -0.13})
     return spec.finish(
         figure,
         "How many keys make one output, and whether one of them says the same",
         _subtitle(result, _positions(table), "mean and 95% interval over documents"),
-        640,
+        _height(table, 2),
     )
 
 
@@ -295,21 +322,21 @@ def _positions(table: pd.DataFrame) -> str:
 def _prediction(result: Result) -> go.Figure:
     table = result.tables["ffn_layers"]
     figure = go.Figure()
-    for column, name, style in (
-        ("unchanged", "unchanged", (spec.BLUE, "circle")),
-        ("refined", "refined: a token that is top of neither alone", (spec.ORANGE, "square")),
-        ("overridden", "overridden by the output's own top token", (spec.GREEN, "diamond")),
+    for column, name, style, offset in (
+        ("unchanged", "unchanged", (spec.BLUE, "circle"), -0.2),
+        ("refined", "refined: a token top of neither alone", (spec.ORANGE, "square"), 0.0),
+        ("overridden", "overridden by the output's own top", (spec.GREEN, "diamond"), 0.2),
     ):
         if has(table, column):
-            _dots(figure, table, column, name, style)
-    _axes(figure, "positions")
+            _dots(figure, table, column, name, style, offset=offset)
+    _axes(figure, table, "positions")
     figure.update_yaxes(range=[-2, 102])
-    figure.update_layout(legend=_LEGEND, scattermode="group", scattergap=0.6)
+    figure.update_layout(legend=_LEGEND)
     return spec.finish(
         figure,
         "What the FFN does to the residual stream's top token",
         _subtitle(result, _positions(table), "mean and 95% interval over documents"),
-        470,
+        _height(table),
     )
 
 
@@ -327,7 +354,7 @@ def _histogram(result: Result) -> go.Figure:
         rows=rows, cols=columns, subplot_titles=titles if len(shown) > 1 else None
     )
     for i, (_, part) in enumerate(shown):
-        where = {"row": i // columns + 1, "col": i % columns + 1}
+        where: dict[str, Any] = {"row": i // columns + 1, "col": i % columns + 1}
         label = key_label(part.iloc[0])
         figure.add_bar(
             x=(part["low"] + part["high"]) / 2,

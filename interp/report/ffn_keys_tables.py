@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from interp.report.view import Digest, has
@@ -18,8 +19,8 @@ _BEFORE, _AFTER = 40, 14  # characters around the token
 _HALF = 12  # of a token in a row of tokens
 
 
-def key_label(row: Mapping[Any, Any] | pd.Series) -> str:
-    """27.123 is layer 27, key 123."""
+def key_label(row: Any) -> str:
+    """27.123 is layer 27, key 123; of a row that has both."""
     return f"{int(row['layer'])}.{int(row['key'])}"
 
 
@@ -121,7 +122,7 @@ def _layers(table: pd.DataFrame) -> Columns:
 
 def _mutation(table: pd.DataFrame) -> Columns:
     out: Columns = [("layer", _column(table, "layer", count))]
-    if table["sign"].nunique() > 1:
+    if len(set(table["sign"])) > 1:
         out.append(("triggers", ["largest" if s > 0 else "negative" for s in table["sign"]]))
     out.append(
         (
@@ -205,8 +206,8 @@ def _chosen(result: Result) -> list[dict[Any, Any]]:
     ]
     if not names:
         return []
-    order = keys[names].astype("Float64").sort_values(by=names, ascending=False, kind="stable")
-    return keys.loc[order.index[:STORIES], :].to_dict("records")
+    numbers = keys[names].astype("Float64").to_numpy(dtype=float, na_value=-np.inf)
+    return keys.iloc[np.lexsort(-numbers.T[::-1])[:STORIES], :].to_dict("records")
 
 
 def _story(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:

@@ -300,7 +300,7 @@
     }
 
     heading(data.noun, -1);
-    option("as they came", -2);
+    option(data.order, -2);
     option(data.noun, -1);
     data.columns.forEach(function (column, by) {
       if (column.heading !== null) heading(column.heading, by, column.unit, column.meaning);
