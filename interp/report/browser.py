@@ -116,7 +116,7 @@ def _note(browser: Browser, rows: pd.DataFrame, chosen: pd.DataFrame, n: int, mo
             "covers no others."
         )
     else:
-        parts.append(f"All {count(len(rows))} {noun}s.")
+        parts.append(f"All {count(len(rows))} {noun}s, by {_order(browser, rows)}.")
     if n < most:
         parts.append(f"Of each one's up to {most} {browser.examples} the first {n} are here.")
     parts.append(
@@ -225,7 +225,6 @@ def _data(
     ]
     data: dict[str, Any] = {
         "noun": browser.noun,
-        "order": f"{_order(browser, rows)}",
         "by": [[_label(v) for v in rows[c]] for c in browser.by],
         "columns": columns,
         "tokens": tokens,

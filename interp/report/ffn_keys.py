@@ -177,21 +177,20 @@ def _last_token(rows: list[dict[str, Any]], _: int) -> str | None:
         share, null = number(row.get("same_last_token")), number(row.get("same_last_token_null"))
         if share is None or null is None:
             return None
-        text = f"{percent(share)} of a key's triggers, on average, against {percent(null)}"
+        text = f"{percent(share)} against {percent(null)}"
         over, chance = (number(row.get(f"same_last_token_{k}")) for k in ("beyond_99", "chance_99"))
         if over is not None and chance is not None:
             more = _more(over, chance, number(row.get("keys")) or 0)
-            text += (
-                f" ({percent(over)} of keys beyond the 99th percentile of random positions, where "
-                f"chance puts {_tiny(chance)}{'' if more else ': no more than chance'})"
-            )
+            text += f" ({percent(over)} of keys, by chance {_tiny(chance)}"
+            text += ")" if more else ": no more than chance)"
         return text
 
     told = _of_layers(rows, form)
     if not told:
         return None
     return (
-        f"Triggers that end in the same token, and the same among as many random positions: {told}."
+        "Share of a key's triggers that end in the same token, mean over keys, against as many "
+        f"random positions (in brackets: keys beyond the latter's 99th percentile): {told}."
     )
 
 
@@ -205,12 +204,14 @@ def _earlier(rows: list[dict[str, Any]], _: int) -> str | None:
             verdict = "more alike"
         elif high is not None and high < 0:
             verdict = "less alike"
-        text = f"{verdict}, cosine {gap:+.3f} {interval(low, high, lambda v: f'{v:+.3f}')}"
+        text = f"{verdict}, {gap:+.3f} {interval(low, high, lambda v: f'{v:+.3f}')}"
+        median = number(row.get("earlier_gap_median"))
+        text += f", median {median:+.3f}," if median is not None else ""
         similar = number(row.get("earlier_similarity_null"))
-        text += f" over {unsigned(similar, 3)}" if similar is not None else ""
+        text += f" above {unsigned(similar, 3)}" if similar is not None else ""
         over = number(row.get("earlier_similarity_beyond"))
         if over is not None:
-            text += f", {percent(over)} of keys above all matched draws (by chance 5%)"
+            text += f" ({percent(over)} of keys)"
         return text
 
     told = _of_layers(rows, form)
@@ -218,7 +219,8 @@ def _earlier(rows: list[dict[str, Any]], _: int) -> str | None:
         return None
     return (
         "Earlier text of a key's triggers, against that of other positions with the same last "
-        f"token (TF-IDF): {told}."
+        "token, TF-IDF cosine (in brackets: keys above all draws of such positions, by chance 5%): "
+        f"{told}."
     )
 
 
@@ -241,7 +243,7 @@ def _mutation(result: Result) -> list[str | None]:
         found = row["found"]
         parts = [f"{words} {one(found[k])}" for k, words in DROPPED.items() if k in found]
         if "all" in found:
-            parts.append(f"an unrelated text in its place {_change(found['all']['change'])}")
+            parts.append(f"an unrelated text {_change(found['all']['change'])}")
         return ", ".join(parts)
 
     keys = {count(r["keys"]) for row in rows for r in row["found"].values()}
@@ -292,8 +294,10 @@ def _with_ends(
 ) -> str | None:
     if number(row.get(name)) is None:
         return None
-    ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"), form)
-    return f"{form(row[name])} {ends}".rstrip()
+    low, high = number(row.get(f"{name}_low")), number(row.get(f"{name}_high"))
+    if low is not None and high is not None:  # a t interval does not know where shares end
+        low, high = max(low, 0.0), min(high, 1.0)
+    return f"{form(row[name])} {interval(low, high, form)}".rstrip()
 
 
 def _active(rows: list[dict[str, Any]], _: int) -> str | None:
@@ -320,16 +324,19 @@ def _zero_agreement(rows: list[dict[str, Any]], _: int) -> str | None:
         null = _with_ends(row, "zero_agreement_null")
         if null is None:
             return share
-        text = f"{share}, with another position's output {null}"
+        text = f"{share}, against {null}"
         apart = (number(row.get("zero_agreement_high")) or 1) < (
             number(row.get("zero_agreement_null_low")) or 0
         )
-        return text + ("" if apart else " (intervals overlap: not told from chance)")
+        return text + ("" if apart else " (not told from chance)")
 
     told = _of_layers(rows, form)
     if not told:
         return None
-    return f"Positions where the output's top token is that of none of these keys: {told}."
+    return (
+        "Zero agreement, positions where the output's top token is that of none of these keys, "
+        f"with another position's output as the null: {told}."
+    )
 
 
 def _prediction(rows: list[dict[str, Any]], _: int) -> str | None:
@@ -338,8 +345,8 @@ def _prediction(rows: list[dict[str, Any]], _: int) -> str | None:
             f"{share} {words}"
             for name, words in (
                 ("unchanged", "unchanged"),
-                ("refined", "changed to a token that is top of neither alone (refined)"),
-                ("overridden", "changed to the output's own (overridden)"),
+                ("refined", "refined"),
+                ("overridden", "overridden"),
             )
             if (share := _with_ends(row, name))
         ]
@@ -352,7 +359,10 @@ def _prediction(rows: list[dict[str, Any]], _: int) -> str | None:
     if not told:
         return None
     at = f" ({n} positions)" if n else ""
-    return f"What the FFN does to the stream's top token{at}: {told}."
+    return (
+        f"What the FFN does to the stream's top token{at}; refined: changes it to one that is the "
+        f"top of neither stream nor output, overridden: to the output's own. {_capital(told)}."
+    )
 
 
 def _exact(result: Result) -> str | None:

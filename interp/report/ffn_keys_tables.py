@@ -16,7 +16,7 @@ STORIES = 3  # keys that are told with their triggers
 EXAMPLES = 3  # triggers of each, where all keys were measured
 BINS = 10
 _BEFORE, _AFTER = 40, 14  # characters around the token
-_HALF = 12  # of a token in a row of tokens
+_TOKEN = 12  # characters of a token in a row of them
 
 
 def key_label(row: Any) -> str:
@@ -28,7 +28,8 @@ def listed(tokens: Any, most: int) -> str:
     """The first tokens of a list, each in quotes."""
     if not isinstance(tokens, list | tuple) and not hasattr(tokens, "__len__"):
         return DASH
-    return " ".join(f'"{isolated(visible(t, _HALF))}"' for t in list(tokens)[:most])
+    cut = [str(t) if len(str(t)) <= _TOKEN + 2 else f"{str(t)[:_TOKEN]}.." for t in tokens]
+    return " ".join(f'"{isolated(visible(t))}"' for t in cut[:most])
 
 
 def marked(prefix: Any, token: Any, following: Any) -> str:
@@ -64,6 +65,8 @@ def _flag(value: Any) -> str:
 
 def _signed(value: Any) -> str:
     found = number(value)
+    if found == 0:
+        return "0"
     return DASH if found is None else f"{found:+.3f}" if abs(found) >= 0.0005 else f"{found:+.0e}"
 
 
@@ -80,14 +83,18 @@ def _keys(table: pd.DataFrame) -> Columns:
         (f"next_token_rank{suffix}", "rank of\nnext\ntoken", count),
         ("same_last_token", "same\nlast\ntoken", percent),
         ("same_last_token_null", "by\nchance", percent),
-        ("coefficient_max", "largest\ncoeff.", _short),
-        ("coefficient_min", "smallest\ncoeff.", _short),
     ):
         if has(table, name):
             out.append((heading, _column(table, name, form)))
     name = f"value_top_tokens{suffix}"
     if name in table:
         out.append(("value raises", [listed(tokens, 2) for tokens in table[name]]))
+    for name, heading in (
+        ("coefficient_max", "largest\ncoeff."),
+        ("coefficient_min", "smallest\ncoeff."),
+    ):
+        if has(table, name):
+            out.append((heading, _column(table, name, _short)))
     return out
 
 

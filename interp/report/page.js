@@ -300,7 +300,7 @@
     }
 
     heading(data.noun, -1);
-    option(data.order, -2);
+    option("default order", -2);
     option(data.noun, -1);
     data.columns.forEach(function (column, by) {
       if (column.heading !== null) heading(column.heading, by, column.unit, column.meaning);
