@@ -87,8 +87,12 @@ class Plan:
     position: np.ndarray
 
 
-def plan(at: Positions, places: np.ndarray, rng: np.random.Generator) -> Plan:
-    """The runs that answer for all places at once."""
+def plan(at: Positions, places: np.ndarray, seed: int) -> Plan:
+    """The runs that answer for all places at once.
+
+    Which token a place loses at random depends on the seed, its document and its position alone, so
+    that no other trigger has a say in it.
+    """
     places = np.unique(places[places >= 0])
     first = at.start[places] + at.bos  # of the text; a BOS is no part of it
     places = places[(places - first >= 2) & at.included[places - 1]]
@@ -102,15 +106,17 @@ def plan(at: Positions, places: np.ndarray, rng: np.random.Generator) -> Plan:
         run[READ.index("none"), begin:end] = run[READ.index("last"), begin:end] = len(runs)
         run[READ.index("first"), begin:end] = len(runs) + 1
         runs += [whole, np.delete(whole, first - start)]
-        dropped, before = -1, 0
+        # A reservoir of one: the n-th token after the first takes the place of the one before with
+        # probability 1 / n, so that at every place each token between is as likely as the others.
+        nth = np.arange(1, last - first)
+        taken = np.random.default_rng([seed, 4, int(start)]).random(len(nth)) * nth < 1
+        kept = np.maximum.accumulate(np.where(taken, nth, 0))
+        dropped = -1
         for i, place in enumerate(own, begin):
-            # Uniform over the tokens between first and last: the one before it with probability
-            # before / now is uniform over the earlier ones, else one of those that came since.
-            now = int(place) - first - 1
-            if rng.random() * now >= before:
-                dropped = int(rng.integers(first + 1 + before, place))
+            if (wanted := first + int(kept[place - first - 2])) != dropped:
+                dropped = wanted
                 runs.append(np.delete(whole, dropped - start))
-            run[READ.index("random"), i], before = len(runs) - 1, now
+            run[READ.index("random"), i] = len(runs) - 1
     # The end of a prefix that lost a token is one position earlier; so is the last but one token.
     position = np.tile(places - at.start[places] - 1, (len(READ), 1))
     position[READ.index("none")] += 1
@@ -146,7 +152,7 @@ def measure(
     every = np.concatenate(
         [np.empty(0, dtype=np.int64), *(a.places.ravel() for a in asked.values())]
     )
-    made = plan(at, every, np.random.default_rng([seed, 4]))
+    made = plan(at, every, seed)
     reads = {name: _Reads.of(one, made) for name, one in asked.items()}
     bar = track(len(made.runs), "mutated prefixes", progress)
     try:
