@@ -334,6 +334,17 @@ def test_a_crossing_there_and_back_inside_an_earlier_step_is_not_seen(study):
         assert not any("coarse" in n for n in quiet.notices)
 
 
+def test_a_harmful_head_goes_first_by_loss_change(plant):
+    model, text, planted = plant("harmful")
+    result = interp.heads(model, text, exact=True, prune=True, step=0.125, progress=False)
+    first = rows_of(result, "prune", "exact").iloc[1]
+    judged = [d.windows[0] for d in text.documents][1::2]
+    brute = Brute(oracle.load(planted["folder"]), judged)
+    delta = brute([planted["heads"]["harmful"]]).mean()
+    assert first["n_pruned"] == 1 and first["loss_delta"] == pytest.approx(delta, abs=NATS)
+    assert delta < -0.05
+
+
 def test_kv_groups_go_by_their_summed_effects(study):
     case = study("llama")
     groups = [tuple((i, 3 * g + j) for j in range(3)) for i in range(2) for g in range(2)]
