@@ -19,7 +19,7 @@ from benchmarks.common import Options, Row, random_documents, save_gpt2
 AT_MOST = 1.05
 REPS = 3
 WORDS = 64
-SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 1024, "n_positions": 64}
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 16384, "n_positions": 64}
 CASES = {
     "heads --prune": {"prune": True, "step": 0.5},
     "heads --exact": {"exact": True},

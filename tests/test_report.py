@@ -804,7 +804,7 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int):
     assert seen["errors"] == []
     assert seen["blocked"] == []
     assert seen["requests"] == []
-    assert seen["plots"] == seen["drawn"] == 6
+    assert seen["plots"] == seen["drawn"] == 7
     assert seen["broken"] is None
     assert seen["cloud"] == 0
     assert "head 0.0" in seen["hover"]
