@@ -414,7 +414,22 @@ def test_a_key_asked_for_is_told_in_full_with_its_histogram():
     assert "not a typical one" not in story.note
     assert [row[1] for row in bins.rows] == ["5,300", *["0"] * 8, "2"]
     assert bins.rows[0][0].endswith("-0.5 to      -0.1  ####")
+    assert [row[2] for row in bins.rows] == [">99.9%", *["0%"] * 8, "<0.1%"]
     assert max(cell_len(line) for line in text_of(result).splitlines()) <= 80
+
+
+def test_single_keys_are_told_by_themselves_and_not_as_rates_of_their_layer():
+    tables = browsable(1, 2, top=7) | {"ffn_layers": pd.DataFrame([layer_row(0)])}
+    tables["keys"]["same_last_token"] = [0.8, 0.2]
+    tables["keys"]["next_token_rank_folded"] = pd.array([4, pd.NA], dtype="Int64")
+    result = result_of(tables, config={"key": [0, 1], "layer": [0]})
+    first, second, *_ = VIEW.findings(result)
+    assert first.startswith("Key 0.0: largest coefficient")
+    assert "80% of its triggers end in the same token, of as many random positions 8%" in first
+    assert "the token after its first trigger has rank 4 there" in first
+    assert "rank" not in second
+    assert "more than chance" not in told(result)
+    assert {"agreement", "last_token"}.isdisjoint(result.figures)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +438,7 @@ def test_a_key_asked_for_is_told_in_full_with_its_histogram():
         ("in Paris", " Paris", " and", "in[[ Paris]] and"),
         ("Paris", " Paris", "", "[[Paris]]"),  # a piece whose space the text does not have
         ("so \U0001f600", "\\xf0\\x9f", " x", "so [[\U0001f600]] x"),  # a part of a character
-        ("a" * 60 + "b", "b", "", ".." + "a" * 40 + "[[b]]"),
+        ("a" * 60 + "b", "b", "", ".." + "a" * 36 + "[[b]]"),
         ("x\ny", "\n y", "", "x\\n[[y]]"),
         ("", "a", "", "[[]]"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp.report.browser import Browser
-from interp.report.ffn_keys_tables import digests, key_label, listed, narrow
+from interp.report.ffn_keys_tables import STORIES, digests, key_label, listed, narrow
 from interp.report.view import View, has
 from interp.report.words import (
     DASH,
@@ -60,11 +60,13 @@ def findings(result: Result) -> list[str]:
     rows: list[dict[str, Any]] = [
         {str(k): v for k, v in r.items()} for r in table.to_dict("records")
     ]
+    # Rates over the two or three keys that were asked for say nothing of their layer.
+    single = bool(result.config.get("key"))
     parts: Iterable[str | None] = (
         *_prompt(result),
-        *_agreement(rows, basis(table)),
-        *_each(rows, _last_token),
-        *_each(rows, _earlier),
+        *(_asked_for(result) if single else _agreement(rows, basis(table))),
+        *([] if single else _each(rows, _last_token)),
+        *([] if single else _each(rows, _earlier)),
         *_mutation(result),
         *_trend(result),
         *_each(rows, _active),
@@ -110,6 +112,31 @@ def _tiny(share: Any) -> str:
     if found is None:
         return DASH
     return f"{100 * found:.2g}%" if found < 0.1 else percent(found)
+
+
+def _asked_for(result: Result) -> list[str]:
+    """A sentence for each key that was asked for."""
+    table = result.tables.get("keys", pd.DataFrame())
+    suffix = "_folded" if has(table, "next_token_rank_folded") else ""
+    out = []
+    for row in table.head(STORIES).to_dict("records"):
+        text = f"Key {key_label(row)}: largest coefficient {float(row['coefficient_max']):.3g}"
+        if number(row.get("coefficient_mean")) is not None:
+            text += f" (mean {float(row['coefficient_mean']):.2g})"
+        if number(row.get("same_last_token")) is not None:
+            text += (
+                f"; {percent(row['same_last_token'])} of its triggers end in the same token, "
+                f"of as many random positions {percent(row.get('same_last_token_null'))}"
+            )
+        if f"value_top_tokens{suffix}" in row:
+            text += f"; its value raises {listed(row[f'value_top_tokens{suffix}'], 3)}"
+        rank = number(row.get(f"next_token_rank{suffix}"))
+        if rank is not None:
+            text += f", and the token after its first trigger has rank {count(rank)} there"
+        out.append(text + ".")
+    if len(table) > STORIES:
+        out.append(f"{count(len(table) - STORIES)} more keys are in the tables.")
+    return out
 
 
 def _agreement(rows: list[dict[str, Any]], suffix: str | None) -> list[str | None]:
@@ -181,7 +208,7 @@ def _last_token(rows: list[dict[str, Any]], _: int) -> str | None:
         over, chance = (number(row.get(f"same_last_token_{k}")) for k in ("beyond_99", "chance_99"))
         if over is not None and chance is not None:
             more = _more(over, chance, number(row.get("keys")) or 0)
-            text += f" ({percent(over)} of keys, by chance {_tiny(chance)}"
+            text += f" ({_tiny(over)} of keys, by chance {_tiny(chance)}"
             text += ")" if more else ": no more than chance)"
         return text
 
@@ -248,6 +275,7 @@ def _mutation(result: Result) -> list[str | None]:
 
     keys = {count(r["keys"]) for row in rows for r in row["found"].values()}
     n = f"{keys.pop()} sampled keys" if len(keys) == 1 else "sampled keys"
+    n = "1 key" if n.startswith("1 ") else n
     told = _of_layers(_chosen(rows), form)
     return [
         f"Change of a trigger's coefficient when a token of its prefix is dropped ({n}): {told}."

@@ -372,7 +372,9 @@ def _histogram(result: Result) -> go.Figure:
         for edge in _edges(result, part.iloc[0]):
             figure.add_vline(x=edge, line={"color": spec.RED, "dash": "dash", "width": 1}, **where)
         figure.update_xaxes(title="coefficient", zeroline=False, **where)
-        figure.update_yaxes(title="positions (log)", type="log", dtick=1, **where)
+        figure.update_yaxes(
+            title="positions (log)", type="log", dtick=1, range=_log_range(part), **where
+        )
     figure.update_layout(bargap=0)
     left = f"first {PANELS} of {len(groups)} keys" if len(groups) > PANELS else ""
     title = (
@@ -382,6 +384,11 @@ def _histogram(result: Result) -> go.Figure:
     )
     note = "dashed: where the listed triggers begin" if "triggers" in result.tables else ""
     return spec.finish(figure, title, _subtitle(result, left, note), 150 + 260 * rows)
+
+
+def _log_range(part: pd.DataFrame) -> list[float]:
+    """From below one position, so that one is seen."""
+    return [np.log10(0.7), np.log10(2.0 * max(1, int(part["positions"].max())))]
 
 
 def _edges(result: Result, row: Any) -> list[float]:
@@ -508,12 +515,20 @@ def _spec(draw: Any, table: str, *columns: str) -> spec.FigureSpec:
     return spec.FigureSpec(draw, table, columns)
 
 
-class _Agreement(spec.FigureSpec):
+class _Rates(spec.FigureSpec):
+    """Rates over a layer's keys: not over the few that were asked for by number."""
+
+    def available(self, result: Result) -> bool:
+        return not result.config.get("key") and super().available(result)
+
+
+class _Agreement(_Rates):
     """Needs the numbers of either basis."""
 
     def available(self, result: Result) -> bool:
         table = result.tables.get(self.table)
-        return table is not None and basis(table) is not None
+        known = table is not None and basis(table) is not None
+        return known and not result.config.get("key")
 
 
 FIGURES = {
@@ -521,7 +536,7 @@ FIGURES = {
     "prompt_layers": _spec(_prompt_layers, "prompt_layers", "ffn", "raised", "lowered"),
     "histogram": _spec(_histogram, "histogram", "positions"),
     "agreement": _Agreement(_agreement, "ffn_layers", ("agreement_rate",)),
-    "last_token": _spec(_last_token, "ffn_layers", "same_last_token", "same_last_token_null"),
+    "last_token": _Rates(_last_token, "ffn_layers", ("same_last_token", "same_last_token_null")),
     "mutation": _spec(_mutation, "mutation", "change"),
     "mixture": _spec(_mixture, "ffn_layers", "active_share_90"),
     "prediction": _spec(_prediction, "ffn_layers", "unchanged"),

@@ -15,7 +15,7 @@ from interp.results import Result
 STORIES = 3  # keys that are told with their triggers
 EXAMPLES = 3  # triggers of each, where all keys were measured
 BINS = 10
-_BEFORE, _AFTER = 40, 14  # characters around the token
+_BEFORE, _AFTER = 36, 14  # characters around the token
 _TOKEN = 12  # characters of a token in a row of them
 
 
@@ -252,6 +252,13 @@ def _story(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
         yield from _histogram(result, row)
 
 
+def _part(n: int, total: int) -> str:
+    if n == 0 or n == total:
+        return "0%" if n == 0 else "100%"
+    share = 100 * n / total
+    return "<0.1%" if share < 0.1 else ">99.9%" if share > 99.9 else f"{share:.1f}%"
+
+
 def _histogram(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
     table = result.tables["histogram"]
     own = table.loc[(table["layer"] == row["layer"]) & (table["key"] == row["key"]), :]
@@ -260,13 +267,13 @@ def _histogram(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
     # A few equal bins instead of many.
     step = max(1, -(-len(own) // BINS))
     rows = []
-    total = own["positions"].sum()
+    total = int(own["positions"].sum())
     for first in range(0, len(own), step):
         part = own.iloc[first : first + step]
         n = int(part["positions"].sum())
         bar = "#" * (len(str(n)) if n else 0)
         ends = f"{part['low'].iloc[0]:9.3g} to {part['high'].iloc[-1]:9.3g}"
-        rows.append((f"{ends}  {bar}", count(n), percent(n / total) if total else DASH))
+        rows.append((f"{ends}  {bar}", count(n), _part(n, total)))
     yield Digest(
         title=f"Key {key_label(row)}: coefficients at all positions",
         head=("coefficient (# per power of ten)", "positions", "share"),
