@@ -388,7 +388,7 @@ def _histogram(result: Result) -> go.Figure:
 
 def _log_range(part: pd.DataFrame) -> list[float]:
     """From below one position, so that one is seen."""
-    return [np.log10(0.7), np.log10(2.0 * max(1, int(part["positions"].max())))]
+    return [np.log10(0.7), np.log10(2.0 * max(1, int(part["positions"].to_numpy().max())))]
 
 
 def _edges(result: Result, row: Any) -> list[float]:
