@@ -187,7 +187,7 @@ def prompt_result(**values: Any) -> Result:
             "key": np.arange(n) * 11,
             "coefficient": 2.0,
             "contribution": direct,
-            "contribution_centred": direct,
+            "contribution_centred": direct - 0.1,
             "ablated_logit": -0.8 * direct,
             "ablated_log_prob": -0.5 * direct,
             "value_top_tokens": [[" Paris", " Lyon", "<b>x</b>"]] * n,
@@ -345,7 +345,10 @@ def test_a_prompt_is_told_with_parts_keys_removal_and_check():
         'After "The capital of France is" the token " Paris" has rank 1, probability 50%.' in text
     )
     assert "Of its logit of +18.50 the FFNs of all layers add +7.25" in text
-    assert 'in logits: 29.0 (+1.50; its value raises " Paris" " Lyon" "<b>x</b>")' in text
+    assert (
+        'in logits: 29.0 (+1.50, above the mean of all tokens +1.40; here it raises " Paris" " Lyon" "<b>x</b>")'
+        in text
+    )
     assert "25 of 25 of the largest keys move the logit the way" in text
     assert "(rank correlation +0.97)" in text
     assert "29.0: -1.20 logits, directly -1.50 was expected" in text
@@ -353,6 +356,16 @@ def test_a_prompt_is_told_with_parts_keys_removal_and_check():
     table = result.tables["prompt_keys"]
     table["ablated_logit"] = np.where(table["rank"] <= 5, 0.4, -0.4) * table["contribution"]
     assert "20 of 25 of the largest" in told(result)
+
+
+def test_with_a_negative_coefficient_a_key_raises_what_its_value_lowers():
+    result = prompt_result()
+    result.tables["prompt_keys"]["coefficient"] = -2.0
+    assert '29.0 (+1.50, above the mean of all tokens +1.40; here it raises " Rome")' in told(
+        result
+    )
+    assert '" Rome"' in text_of(result, rows=1)
+    assert "Rome" in result.figure("prompt_keys").data[0].hovertext[0]
 
 
 def test_a_prompt_says_what_the_model_says_instead():

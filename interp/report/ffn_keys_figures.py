@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from interp import stats
 from interp.report import spec
 from interp.report.ffn_keys import BASES, basis
-from interp.report.ffn_keys_tables import key_label, listed
+from interp.report.ffn_keys_tables import key_label, raised
 from interp.report.view import has
 from interp.report.words import count, documents, in_figure, model_name, number, visible
 from interp.results import Result
@@ -417,7 +417,7 @@ def _prompt_keys(result: Result) -> go.Figure:
         f"adds directly {row['contribution']:+.3g} logits<br>"
         f"removed: {_number(row.get('ablated_logit'))} logits, "
         f"{_number(row.get('ablated_log_prob'))} nats<br>"
-        f"its value raises {in_figure(listed(row.get('value_top_tokens'), 5), 120)}"
+        f"raises here {in_figure(raised(row, 5), 120)}"
         for row in records
     ]
     figure = go.Figure()
