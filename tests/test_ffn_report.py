@@ -345,10 +345,8 @@ def test_a_prompt_is_told_with_parts_keys_removal_and_check():
         'After "The capital of France is" the token " Paris" has rank 1, probability 50%.' in text
     )
     assert "Of its logit of +18.50 the FFNs of all layers add +7.25" in text
-    assert (
-        'in logits: 29.0 (+1.50, above the mean of all tokens +1.40; here it raises " Paris" " Lyon" "<b>x</b>")'
-        in text
-    )
+    assert "in logits: 29.0 (+1.50, above the mean of all tokens +1.40; here it raises" in text
+    assert 'raises " Paris" " Lyon" "<b>x</b>")' in text
     assert "25 of 25 of the largest keys move the logit the way" in text
     assert "(rank correlation +0.97)" in text
     assert "29.0: -1.20 logits, directly -1.50 was expected" in text

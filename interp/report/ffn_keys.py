@@ -448,7 +448,8 @@ def _keys(result: Result, found: Mapping[str, Any]) -> list[str | None]:
     out: list[str | None] = []
     raising = table.loc[table["contribution"] > 0, :].nlargest(3, "contribution")
     names = [
-        f"{key_label(row)} ({_logits(row['contribution'])}; here it raises {raised(row, 3)})"
+        f"{key_label(row)} ({_logits(row['contribution'])}, above the mean of all tokens "
+        f"{_logits(row.get('contribution_centred'))}; here it raises {raised(row, 3)})"
         for row in raising.to_dict("records")
     ]
     if names:
@@ -514,9 +515,9 @@ def limits(result: Result) -> list[str]:
         )
     if "prompt_keys" in result.tables:
         out.append(
-            "What a key adds to all tokens alike changes no probability: contribution_centred leaves "
-            "it out. A direct contribution holds the final norm's scale fixed and leaves out later layers; "
-            "the removal has both. Neither shows what FFNs did at earlier positions, where facts "
+            "What a key adds to all tokens alike changes no probability: contribution_centred "
+            "leaves it out. A direct contribution holds the final norm's scale fixed and leaves out "
+            "later layers; the removal has both. Neither shows what FFNs did at earlier positions, where facts "
             "about a subject are mostly looked up."
         )
     return out
