@@ -516,8 +516,9 @@ def limits(result: Result) -> list[str]:
     if "prompt_keys" in result.tables:
         out.append(
             "What a key adds to all tokens alike changes no probability: contribution_centred "
-            "leaves it out. A direct contribution holds the final norm's scale fixed and leaves out "
-            "later layers; the removal has both. Neither shows what FFNs did at earlier positions, where facts "
+            "leaves it out. A direct contribution holds the final norm's scale fixed and leaves "
+            "out later layers; the removal has both. Neither shows what FFNs did at earlier "
+            "positions, where facts "
             "about a subject are mostly looked up."
         )
     return out
