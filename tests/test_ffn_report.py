@@ -668,6 +668,23 @@ def test_texts_that_share_nothing_do_not_make_a_page_larger():
     assert len(json.loads(found.text)["by"][0]) > 100
 
 
+def test_an_interrupted_run_has_keys_without_values():
+    tables = browsable(2, 4) | {"ffn_layers": pd.DataFrame([layer_row(0), {"layer": 1}])}
+    late = tables["keys"]["layer"] == 1
+    for name in ("value_top_tokens_folded", "value_bottom_tokens_folded", "value_top_tokens"):
+        tables["keys"][name] = tables["keys"][name].where(~late, None)
+    for name in ("agreement_folded", "next_token_rank_folded", "same_last_token"):
+        tables["keys"][name] = tables["keys"][name].where(~late)
+    result = result_of(tables, complete=False)
+    data, _ = packed(result)
+    assert data["by"][0] == [0] * 4 + [1] * 4  # what is missing comes last
+    assert [len(row) for row in data["tokens"][0]["values"]] == [10] * 4 + [0] * 4
+    assert not re.search(r"\bnan\b|None|NA>", text_of(result))
+    for name in result.figures:
+        result.figure(name)
+    assert "interrupted" in report.render([result])
+
+
 def test_two_results_share_the_page():
     one = result_of(browsable(1, 50, top=25))
     page = report.render([one, dataclasses.replace(one)])
