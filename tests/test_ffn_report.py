@@ -187,7 +187,7 @@ def prompt_result(**values: Any) -> Result:
             "key": np.arange(n) * 11,
             "coefficient": 2.0,
             "contribution": direct,
-            "contribution_centred": direct,
+            "contribution_centred": direct - 0.1,
             "ablated_logit": -0.8 * direct,
             "ablated_log_prob": -0.5 * direct,
             "value_top_tokens": [[" Paris", " Lyon", "<b>x</b>"]] * n,
@@ -345,7 +345,8 @@ def test_a_prompt_is_told_with_parts_keys_removal_and_check():
         'After "The capital of France is" the token " Paris" has rank 1, probability 50%.' in text
     )
     assert "Of its logit of +18.50 the FFNs of all layers add +7.25" in text
-    assert 'in logits: 29.0 (+1.50; its value raises " Paris" " Lyon" "<b>x</b>")' in text
+    assert "in logits: 29.0 (+1.50, above the mean of all tokens +1.40; here it raises" in text
+    assert 'raises " Paris" " Lyon" "<b>x</b>")' in text
     assert "25 of 25 of the largest keys move the logit the way" in text
     assert "(rank correlation +0.97)" in text
     assert "29.0: -1.20 logits, directly -1.50 was expected" in text
@@ -353,6 +354,16 @@ def test_a_prompt_is_told_with_parts_keys_removal_and_check():
     table = result.tables["prompt_keys"]
     table["ablated_logit"] = np.where(table["rank"] <= 5, 0.4, -0.4) * table["contribution"]
     assert "20 of 25 of the largest" in told(result)
+
+
+def test_with_a_negative_coefficient_a_key_raises_what_its_value_lowers():
+    result = prompt_result()
+    result.tables["prompt_keys"]["coefficient"] = -2.0
+    assert '29.0 (+1.50, above the mean of all tokens +1.40; here it raises " Rome")' in told(
+        result
+    )
+    assert '" Rome"' in text_of(result, rows=1)
+    assert "Rome" in result.figure("prompt_keys").data[0].hovertext[0]
 
 
 def test_a_prompt_says_what_the_model_says_instead():
@@ -554,7 +565,8 @@ def test_the_browser_holds_what_the_tables_hold():
         by_key.loc[rows, "value_top_tokens_folded"]
     )
     found = opened(data)
-    for name, part in triggers.groupby(["layer", "key"]):
+    groups: Any = triggers.groupby(["layer", "key"])
+    for name, part in groups:
         want = []
         for row in part.to_dict("records"):
             prefix, token = row["prefix"], row["token"]
@@ -654,6 +666,23 @@ def test_texts_that_share_nothing_do_not_make_a_page_larger():
     assert len(found.text) <= 500_000
     assert "most extreme, not typical" in found.note
     assert len(json.loads(found.text)["by"][0]) > 100
+
+
+def test_an_interrupted_run_has_keys_without_values():
+    tables = browsable(2, 4) | {"ffn_layers": pd.DataFrame([layer_row(0), {"layer": 1}])}
+    late = tables["keys"]["layer"] == 1
+    for name in ("value_top_tokens_folded", "value_bottom_tokens_folded", "value_top_tokens"):
+        tables["keys"][name] = tables["keys"][name].where(~late, None)
+    for name in ("agreement_folded", "next_token_rank_folded", "same_last_token"):
+        tables["keys"][name] = tables["keys"][name].where(~late)
+    result = result_of(tables, complete=False)
+    data, _ = packed(result)
+    assert data["by"][0] == [0] * 4 + [1] * 4  # what is missing comes last
+    assert [len(row) for row in data["tokens"][0]["values"]] == [10] * 4 + [0] * 4
+    assert not re.search(r"\bnan\b|None|NA>", text_of(result))
+    for name in result.figures:
+        result.figure(name)
+    assert "interrupted" in report.render([result])
 
 
 def test_two_results_share_the_page():
@@ -783,7 +812,7 @@ def test_searching_sorting_and_opening_in_a_browser(tmp_path: Path, width: int):
     assert seen["broken"] is None
     assert seen["elements"] == 0
     ordered = keys.sort_values("same_last_token", ascending=False)
-    names = [f"{r.layer}.{r.key}" for r in ordered.itertuples()]
+    names = [f"{i // 75}.{i % 75}" for i in ordered.index]
     assert seen["first"] == names[:100]  # the rest when asked for
     assert seen["again"] == names[:100]
     assert seen["status"] == "150 keys"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,11 @@ class _Strings:
         return self._number[value]
 
 
+def _tokens(row: Any, strings: _Strings) -> list[int | None]:
+    # Missing where an interruption left a layer without.
+    return [strings.of(token) for token in row] if isinstance(row, Sequence | np.ndarray) else []
+
+
 def _number(value: Any) -> Any:
     value = plain(value)
     if isinstance(value, float):
@@ -219,7 +225,7 @@ def _data(
         if pd.api.types.is_numeric_dtype(rows[c]) and bool(rows[c].notna().any())  # bool too
     ]
     tokens = [
-        {"heading": heading, "values": [[strings.of(t) for t in row] for row in rows[c]]}
+        {"heading": heading, "values": [_tokens(row, strings) for row in rows[c]]}
         for c, heading in browser.tokens
         if c in rows
     ]

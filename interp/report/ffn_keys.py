@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp.report.browser import Browser
-from interp.report.ffn_keys_tables import STORIES, digests, key_label, listed, narrow
+from interp.report.ffn_keys_tables import STORIES, digests, key_label, listed, narrow, raised
 from interp.report.view import View, has
 from interp.report.words import (
     DASH,
@@ -448,8 +448,8 @@ def _keys(result: Result, found: Mapping[str, Any]) -> list[str | None]:
     out: list[str | None] = []
     raising = table.loc[table["contribution"] > 0, :].nlargest(3, "contribution")
     names = [
-        f"{key_label(row)} ({_logits(row['contribution'])}; its value raises "
-        f"{listed(row.get('value_top_tokens'), 3)})"
+        f"{key_label(row)} ({_logits(row['contribution'])}, above the mean of all tokens "
+        f"{_logits(row.get('contribution_centred'))}; here it raises {raised(row, 3)})"
         for row in raising.to_dict("records")
     ]
     if names:
@@ -470,7 +470,9 @@ def _keys(result: Result, found: Mapping[str, Any]) -> list[str | None]:
             f"; most moves {key_label(strongest)}: {_logits(strongest['ablated_logit'])} logits, "
             f"directly {_logits(-strongest['contribution'])} was expected"
         )
-        out.append(text + ". The difference is what later layers make of it.")
+        out.append(
+            text + ". The difference is the final norm's scale and what later layers make of it."
+        )
     return out
 
 
@@ -513,8 +515,10 @@ def limits(result: Result) -> list[str]:
         )
     if "prompt_keys" in result.tables:
         out.append(
-            "A direct contribution holds the final norm's scale fixed and leaves out later layers; "
-            "the removal has both. Neither shows what FFNs did at earlier positions, where facts "
+            "What a key adds to all tokens alike changes no probability: contribution_centred "
+            "leaves it out. A direct contribution holds the final norm's scale fixed and leaves "
+            "out later layers; the removal has both. Neither shows what FFNs did at earlier "
+            "positions, where facts "
             "about a subject are mostly looked up."
         )
     return out

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from interp import stats
 from interp.report import spec
 from interp.report.ffn_keys import BASES, basis
-from interp.report.ffn_keys_tables import key_label, listed
+from interp.report.ffn_keys_tables import key_label, raised
 from interp.report.view import has
 from interp.report.words import count, documents, in_figure, model_name, number, visible
 from interp.results import Result
@@ -347,14 +347,9 @@ def _histogram(result: Result) -> go.Figure:
     table = result.tables["histogram"]
     groups = list(table.groupby(["layer", "key"], sort=False))
     shown = groups[:PANELS]
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
-    titles = [f"key {key_label(part.iloc[0])}" for _, part in shown]
-    figure = make_subplots(
-        rows=rows, cols=columns, subplot_titles=titles if len(shown) > 1 else None
-    )
+    figure = make_subplots(rows=len(shown), cols=1)
     for i, (_, part) in enumerate(shown):
-        where: dict[str, Any] = {"row": i // columns + 1, "col": i % columns + 1}
+        where: dict[str, Any] = {"row": i + 1, "col": 1}
         label = key_label(part.iloc[0])
         figure.add_bar(
             x=(part["low"] + part["high"]) / 2,
@@ -371,7 +366,7 @@ def _histogram(result: Result) -> go.Figure:
         )
         for edge in _edges(result, part.iloc[0]):
             figure.add_vline(x=edge, line={"color": spec.RED, "dash": "dash", "width": 1}, **where)
-        figure.update_xaxes(title="coefficient", zeroline=False, **where)
+        figure.update_xaxes(title=f"coefficient of key {label}", zeroline=False, **where)
         figure.update_yaxes(
             title="positions (log)", type="log", dtick=1, range=_log_range(part), **where
         )
@@ -383,12 +378,12 @@ def _histogram(result: Result) -> go.Figure:
         else "Coefficients at all positions"
     )
     note = "dashed: where the listed triggers begin" if "triggers" in result.tables else ""
-    return spec.finish(figure, title, _subtitle(result, left, note), 150 + 260 * rows)
+    return spec.finish(figure, title, _subtitle(result, left, note), 130 + 260 * len(shown))
 
 
 def _log_range(part: pd.DataFrame) -> list[float]:
     """From below one position, so that one is seen."""
-    return [np.log10(0.7), np.log10(2.0 * max(1, int(part["positions"].to_numpy().max())))]
+    return [np.log10(0.7), np.log10(2.0 * max(1, *part["positions"]))]
 
 
 def _edges(result: Result, row: Any) -> list[float]:
@@ -422,7 +417,7 @@ def _prompt_keys(result: Result) -> go.Figure:
         f"adds directly {row['contribution']:+.3g} logits<br>"
         f"removed: {_number(row.get('ablated_logit'))} logits, "
         f"{_number(row.get('ablated_log_prob'))} nats<br>"
-        f"its value raises {in_figure(listed(row.get('value_top_tokens'), 5), 120)}"
+        f"raises here {in_figure(raised(row, 5), 120)}"
         for row in records
     ]
     figure = go.Figure()

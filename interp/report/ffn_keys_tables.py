@@ -32,6 +32,12 @@ def listed(tokens: Any, most: int) -> str:
     return " ".join(f'"{isolated(visible(t))}"' for t in cut[:most])
 
 
+def raised(row: Mapping[Any, Any], most: int) -> str:
+    """What a key raises at a position: with a negative coefficient what its value lowers."""
+    end = "top" if (number(row.get("coefficient")) or 0.0) >= 0 else "bottom"
+    return listed(row.get(f"value_{end}_tokens"), most)
+
+
 def marked(prefix: Any, token: Any, following: Any) -> str:
     """The end of a prefix with its token in double brackets, and the beginning of what follows."""
     before, token = str(plain(prefix) or ""), str(plain(token) or "")
@@ -165,7 +171,7 @@ def _prompt_keys(table: pd.DataFrame) -> Columns:
         if has(table, name):
             form = _short if name == "coefficient" else _signed
             out.append((heading, _column(table, name, form)))
-    out.append(("value raises", [listed(tokens, 2) for tokens in table["value_top_tokens"]]))
+    out.append(("raises here", [raised(row, 2) for row in table.to_dict("records")]))
     return out
 
 
