@@ -525,6 +525,17 @@ def test_without_held_out_documents_half_of_the_sample_judges(study):
     assert {e["documents"] for e in bottom} == {3} == {e["documents_chosen"] for e in bottom}
 
 
+def test_fewer_documents_may_judge_than_choose(study):
+    case = study("gpt2")
+    texts = [tiny.words(d) for d in case.mine + case.held_out]  # 12: 7 choose, 5 are left
+    text = load_text(texts, case.model, documents=7, context=64)
+    result = interp.heads(case.model, text, exact=True, prune=True, step=1.0, progress=False)
+    check_baseline(result.summary, case.plain, [d.windows[0] for d in text.held_out(7).documents])
+    assert (result.summary["documents"], result.summary["baseline_documents"]) == (7, 5)
+    top = result.summary["held_out"]["top"][0]
+    assert (top["documents_chosen"], top["documents"]) == (7, 5)
+
+
 def resampled(plain, documents, of, head):
     """Losses with the head's z, at included positions, taken from document of[i]'s."""
     values = []
