@@ -86,11 +86,12 @@ def test_the_first_command(model, plain, tmp_path, monkeypatch, capsys):
     ids = [d.windows[0] for d in text.documents]
     assert all(row[0] == 0 and len(row) == 32 for row in ids)
     expected = oracle.document_losses(plain, ids)
-    assert abs(result.summary["baseline_loss"] - expected.mean()) < 1e-5
+    # float32 log_softmax over 49,152 words: 1.5e-5 from float64 on some CPUs, the same in all runs.
+    assert abs(result.summary["baseline_loss"] - expected.mean()) < 3e-5
     (batch,) = text.batches(4)
     with model.measuring():
         losses = splice.forward_scores(model, batch).loss.numpy() / 31
-    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    np.testing.assert_allclose(losses, expected, atol=3e-5)
     everything = result.tables["prune"].query("order == 'importance' and fraction == 1.0")
     gone = oracle.ablated_losses(plain, ids, oracle.heads_of(plain)).mean()
     assert abs(everything["loss"].item() - gone) < 1e-4
