@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -206,3 +209,20 @@ def full_text(model: Model, documents: int, context: int) -> Text:
     text = interp.load_text(made, model, documents=documents, context=context, min_tokens=least)
     assert text.tokens == documents * context, "a document is shorter than the context"
     return text
+
+
+def peak_of(module: str, *arguments: str) -> float:
+    """Peak resident MB of a fresh process; `module` prints `used()` of itself when it is run."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join([module, *arguments])} failed: {done.stderr[-800:]}")
+    return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
+
+
+def used() -> str:
+    """This process's peak in bytes, for `peak_of`."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return json.dumps({"peak": peak if sys.platform == "darwin" else peak * 1024})

@@ -8,9 +8,7 @@ layer's hook_post for every batch, concatenate, topk (which ranks positions, not
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,10 +21,12 @@ from benchmarks.common import (
     Options,
     Row,
     full_text,
+    peak_of,
     random_documents,
     save_gpt2,
     smollm2,
     timed,
+    used,
 )
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.triggers import LayerTriggers
@@ -158,9 +158,9 @@ def memory(options: Options) -> list[Row]:
     with TemporaryDirectory() as temporary:
         folder = save_gpt2(Path(temporary) / "small", **SHAPE)
         for _ in range(options.reps or 3):
-            few.append(peak("interp", folder, COUNTS[0]))
-            many.append(peak("interp", folder, COUNTS[1]))
-            other.append(peak("cache", folder, COUNTS[1]))
+            few.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[0])))
+            many.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[1])))
+            other.append(peak_of("benchmarks.ffn_keys", "cache", str(folder), str(COUNTS[1])))
     note = (
         f"memory: {statistics.median(few):.0f} MB with {COUNTS[0]} documents of {CONTEXT} tokens, "
         f"{statistics.median(many):.0f} MB with {COUNTS[1]}; {statistics.median(other):.0f} MB "
@@ -175,19 +175,8 @@ def memory(options: Options) -> list[Row]:
     ]
 
 
-def peak(which: str, folder: Path, documents: int) -> float:
-    """Peak resident MB of a fresh process that makes this run."""
-    command = [sys.executable, "-m", "benchmarks.ffn_keys", which, str(folder), str(documents)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{which} with {documents} documents failed: {done.stderr[-800:]}")
-    return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
-
-
-def child(which: str, folder: str, documents: int) -> int:
-    """The run itself; returns this process's peak in bytes."""
-    import resource
-
+def child(which: str, folder: str, documents: int) -> None:
+    """The run itself, in a process of its own."""
     import interp
 
     made = random_documents(documents, CONTEXT, SHAPE["vocab_size"])
@@ -199,9 +188,8 @@ def child(which: str, folder: str, documents: int) -> int:
     else:
         with model.measuring():
             theirs(model, text, 0, 32)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
 
 
 if __name__ == "__main__":
-    print(json.dumps({"peak": child(sys.argv[1], sys.argv[2], int(sys.argv[3]))}))
+    child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    print(used())

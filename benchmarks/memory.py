@@ -7,14 +7,12 @@ so the increments over the run with 10 documents are given as well.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.common import Options, Row, random_documents, save_gpt2
+from benchmarks.common import Options, Row, peak_of, random_documents, save_gpt2, used
 
 AT_MOST = 1.05
 REPS = 3
@@ -44,7 +42,7 @@ def compare(case: str, folder: Path, reps: int) -> Row:
     few, some, many = ([] for _ in COUNTS)
     for _ in range(reps):
         for count, peaks in zip(COUNTS, (few, some, many), strict=True):
-            peaks.append(peak(case, folder, count))
+            peaks.append(peak_of("benchmarks.memory", case, str(folder), str(count)))
     base, middle, top = (statistics.median(peaks) for peaks in (few, some, many))
     note = (
         f"{case}: {base:.0f} MB with {COUNTS[0]} documents; {middle - base:+.0f} MB with "
@@ -55,19 +53,8 @@ def compare(case: str, folder: Path, reps: int) -> Row:
     return Row(case, f"{COUNTS[2]} / {COUNTS[1]} documents", ratios, at_most=AT_MOST, notes=[note])
 
 
-def peak(case: str, folder: Path, documents: int) -> float:
-    """Peak resident MB of a fresh process that makes this run."""
-    command = [sys.executable, "-m", "benchmarks.memory", case, str(folder), str(documents)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{case} with {documents} documents failed: {done.stderr[-800:]}")
-    return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
-
-
-def child(case: str, folder: str, documents: int) -> int:
-    """The run itself; returns this process's peak in bytes."""
-    import resource
-
+def child(case: str, folder: str, documents: int) -> None:
+    """The run itself, in a process of its own."""
     import interp
 
     # As many again: what --exact holds out must not be fewer than what it measures.
@@ -75,9 +62,8 @@ def child(case: str, folder: str, documents: int) -> int:
     model = interp.load_model(folder, device="cpu")
     text = interp.load_text(made, model, documents=documents, context=WORDS)
     interp.heads(model, text, progress=False, **CASES[case])
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
 
 
 if __name__ == "__main__":
-    print(json.dumps({"peak": child(sys.argv[1], sys.argv[2], int(sys.argv[3]))}))
+    child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    print(used())

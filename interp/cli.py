@@ -208,7 +208,8 @@ def _analyze(
 
     # Before the minutes are spent, not after.
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
-    reads_text = len(model_options.each()) == 1 and getattr(config, "needs_text", True)
+    each = model_options.each()
+    reads_text = len(each) == 1 and getattr(config, "needs_text", True)
     if reads_text:
         from interp.sources import expect_source
 
@@ -228,7 +229,7 @@ def _analyze(
             logger.info(notice)
         return model
 
-    each, text = model_options.each(), None
+    text = None
     # Several are loaded as they are asked for, so that one is in memory at a time.
     models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
     if reads_text:

@@ -148,17 +148,28 @@ def _plain(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _ids(tokenizer: Any, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+    found = tokenised(tokenizer, texts, add_special_tokens=add_special_tokens)
+    return [list(row) for row in found["input_ids"]]
+
+
+def tokenised(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+    """What the tokenizer makes of the texts, in which no literal special token is one.
+
+    Args:
+        tokenizer: left as it was.
+        texts: to cut.
+        **options: of the call, as `add_special_tokens` or `return_offsets_mapping`.
+    """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     before = getattr(backend, "encode_special_tokens", None)
     try:
-        rows = tokenizer(
+        return tokenizer(
             texts,
-            add_special_tokens=add_special_tokens,
             split_special_tokens=True,
             return_attention_mask=False,
             verbose=False,  # no warning of texts longer than the model: they are cut later
-        )["input_ids"]
+            **options,
+        )
     finally:
         if before is not None:  # it would stay set on the user's own tokenizer
             backend.encode_special_tokens = before
-    return [list(row) for row in rows]

@@ -89,3 +89,11 @@ def attached(model: Model, hooks: Iterable[tuple[str, int, Hook]]) -> Iterator[N
 def foreign_hooks(model: Model) -> list[str]:
     """Names of hook points that carry hooks which interp did not attach."""
     return sorted(n for n, p in model.bridge.hook_dict.items() if p.fwd_hooks or p.bwd_hooks)
+
+
+def foreign_notices(model: Model) -> list[str]:
+    """The notice that such hooks are at work; none without any."""
+    mine = foreign_hooks(model)
+    if not mine:
+        return []
+    return [f"{len(mine)} hook points carry hooks of yours ({mine[0]}, ...): they were active."]

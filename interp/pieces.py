@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from interp.encoding import Document, Encoder
+from interp.encoding import Document, Encoder, tokenised
 
 UNKNOWN = "\ufffd"  # what decoding gives for a part of a character
 
@@ -63,20 +63,7 @@ def _offsets(tokenizer: Any, texts: list[str], ids: list[list[int]]) -> list[lis
     """Ends by the tokenizer's own account; None where it has none that fits."""
     if not getattr(tokenizer, "is_fast", False):
         return [None] * len(texts)
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    before = getattr(backend, "encode_special_tokens", None)
-    try:
-        found = tokenizer(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-    finally:
-        if before is not None:  # it would stay set on the user's own tokenizer
-            backend.encode_special_tokens = before
+    found = tokenised(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
     out: list[list[int] | None] = []
     for text, row, own, spans in zip(
         texts, ids, found["input_ids"], found["offset_mapping"], strict=True

@@ -98,6 +98,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def described(table: pd.DataFrame, known: Mapping[str, Column]) -> dict[str, Column]:
+    """The meaning of a table's own columns, in their order."""
+    return {str(name): known[str(name)] for name in table.columns}
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Result:
     """One measurement: what was asked, of which model and text, and what came out.

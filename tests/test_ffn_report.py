@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from interp.report import browser, words
 from interp.report.ffn_keys import VIEW
 from interp.report.ffn_keys_tables import marked
 from interp.results import Column, Result, load_result
-from tests.test_report import CHROMIUM, HOSTILE, PROBE, Page, text_of
+from tests.test_report import CHROMIUM, HOSTILE, PROBE, Page, in_browser, text_of
 
 DESCRIBED: dict[str, dict[str, Column]] = {
     "keys": columns.KEYS | kinds_columns.KEYS,
@@ -774,7 +772,6 @@ window.addEventListener("load", function () { setTimeout(function () {
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1200, 500])
 def test_searching_sorting_and_opening_in_a_browser(tmp_path: Path, width: int):
-    assert CHROMIUM is not None
     tables = browsable(2, 75, top=3)
     keys, triggers = tables["keys"], tables["triggers"]
     keys.loc[7, "same_last_token"] = 2.0
@@ -788,26 +785,7 @@ def test_searching_sorting_and_opening_in_a_browser(tmp_path: Path, width: int):
     wanted = ["1.14", "ZZNeedle", "qqmarker", "nowhere at all", "</script>", ""]
     check = CHECK.replace("WANTED", json.dumps(wanted).replace("<", "\\u003c"))
     text = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", check + "</body>")
-    (tmp_path / "page.html").write_text(text, encoding="utf-8")
-    options = [
-        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *("--virtual-time-budget=20000", "--dump-dom"),
-    ]
-    done = subprocess.run(
-        [
-            *(CHROMIUM, *options, f"--window-size={width},900"),
-            f"--user-data-dir={tmp_path / 'profile'}",
-            (tmp_path / "page.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.S)
-    assert found, done.stderr[-2000:]
-    seen = json.loads(html.unescape(found[1]))
+    seen = in_browser(text, tmp_path, width)
     assert seen["errors"] == seen["blocked"] == seen["requests"] == []
     assert seen["broken"] is None
     assert seen["elements"] == 0

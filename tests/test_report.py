@@ -766,14 +766,10 @@ window.addEventListener("load", function () { setTimeout(function () {
 """
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [1200, 500])
-def test_the_page_in_a_browser(tmp_path: Path, width: int):
+def in_browser(text: str, folder: Path, width: int) -> dict[str, Any]:
+    """What a page's own check has left of it in a browser of that width: JSON in a <pre>."""
     assert CHROMIUM is not None
-    text = report.render([hostile_result()])
-    text = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", CHECK + "</body>")
-    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    (folder / "page.html").write_text(text, encoding="utf-8")
     options = [
         "--headless",
         "--no-sandbox",
@@ -789,10 +785,10 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int):
         CHROMIUM,
         *options,
         f"--window-size={width},900",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--user-data-dir={folder / 'profile'}",
     ]
     done = subprocess.run(
-        [*command, (tmp_path / "page.html").as_uri()],
+        [*command, (folder / "page.html").as_uri()],
         capture_output=True,
         text=True,
         timeout=180,
@@ -800,7 +796,16 @@ def test_the_page_in_a_browser(tmp_path: Path, width: int):
     )
     found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.S)
     assert found, done.stderr[-2000:]
-    seen = json.loads(html.unescape(found[1]))
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_in_a_browser(tmp_path: Path, width: int):
+    text = report.render([hostile_result()])
+    text = text.replace("<head>", "<head>" + PROBE, 1).replace("</body>", CHECK + "</body>")
+    seen = in_browser(text, tmp_path, width)
     assert seen["errors"] == []
     assert seen["blocked"] == []
     assert seen["requests"] == []

@@ -134,12 +134,15 @@ def _order(browser: Browser, rows: pd.DataFrame) -> str:
 # Which --------------------------------------------------------------------------------------------
 
 
+def largest_first(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Rows by the first of these columns, equal ones by the next; what is missing comes last."""
+    numbers = table[list(columns)].astype("Float64").to_numpy(dtype=float, na_value=-np.inf)
+    return table.iloc[np.lexsort(-numbers.T[::-1]), :]
+
+
 def _ranked(browser: Browser, table: pd.DataFrame) -> pd.DataFrame:
     keys = [column for column in browser.first if column in table]
-    if not keys:
-        return table
-    numbers = table[keys].astype("Float64").to_numpy(dtype=float, na_value=-np.inf)
-    return table.iloc[np.lexsort(-numbers.T[::-1]), :]
+    return largest_first(table, keys) if keys else table
 
 
 def _some(browser: Browser, rows: pd.DataFrame, most: int) -> pd.DataFrame:
@@ -305,7 +308,7 @@ def _texts(parts: list[list[str]]) -> dict[str, Any]:
     spans = []
     for before, token, after in zip(*parts, strict=True):
         end = len(before)
-        start = end - _suffix(before, token)
+        start = end - token_length(before, token)
         spans.append(
             (before + after, max(0, start - BEFORE), start, end, end + min(len(after), AFTER))
         )
@@ -331,7 +334,7 @@ def _texts(parts: list[list[str]]) -> dict[str, Any]:
     return {"texts": texts, "whole": whole} | {n: at[:, i].tolist() for i, n in enumerate(names)}
 
 
-def _suffix(before: str, token: str) -> int:
+def token_length(before: str, token: str) -> int:
     """How many of the last characters are the token; a piece of a character is that character."""
     for shown in (token, token.lstrip(" ")):
         if shown and before.endswith(shown):

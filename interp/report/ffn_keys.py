@@ -10,7 +10,15 @@ import numpy as np
 import pandas as pd
 
 from interp.report.browser import Browser
-from interp.report.ffn_keys_tables import STORIES, digests, key_label, listed, narrow, raised
+from interp.report.ffn_keys_tables import (
+    STORIES,
+    change,
+    digests,
+    key_label,
+    listed,
+    narrow,
+    raised,
+)
 from interp.report.view import View, has
 from interp.report.words import (
     DASH,
@@ -263,14 +271,14 @@ def _mutation(result: Result) -> list[str | None]:
         return []
 
     def one(row: Mapping[Any, Any]) -> str:
-        ends = interval(row["change_low"], row["change_high"], _change)
-        return f"{_change(row['change'])} {ends}".rstrip()
+        ends = interval(row["change_low"], row["change_high"], change)
+        return f"{change(row['change'])} {ends}".rstrip()
 
     def form(row: dict[str, Any]) -> str:
         found = row["found"]
         parts = [f"{words} {one(found[k])}" for k, words in DROPPED.items() if k in found]
         if "all" in found:
-            parts.append(f"an unrelated text {_change(found['all']['change'])}")
+            parts.append(f"an unrelated text {change(found['all']['change'])}")
         return ", ".join(parts)
 
     keys = {count(r["keys"]) for row in rows for r in row["found"].values()}
@@ -280,11 +288,6 @@ def _mutation(result: Result) -> list[str | None]:
     return [
         f"Change of a trigger's coefficient when a token of its prefix is dropped ({n}): {told}."
     ]
-
-
-def _change(value: Any) -> str:
-    found = number(value)
-    return DASH if found is None else f"{100 * found:+.0f}%"
 
 
 _SERIES = {

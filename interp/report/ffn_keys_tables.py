@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from interp.report.browser import largest_first, token_length
 from interp.report.view import Digest, has
 from interp.report.words import DASH, count, interval, isolated, number, percent, plain, visible
 from interp.results import Result
@@ -41,8 +41,7 @@ def raised(row: Mapping[Any, Any], most: int) -> str:
 def marked(prefix: Any, token: Any, following: Any) -> str:
     """The end of a prefix with its token in double brackets, and the beginning of what follows."""
     before, token = str(plain(prefix) or ""), str(plain(token) or "")
-    size = next((len(t) for t in (token, token.lstrip(" ")) if t and before.endswith(t)), 1)
-    start = max(0, len(before) - size)
+    start = len(before) - token_length(before, token)
     shown = visible(before[start:], 24)
     left = before[max(0, start - _BEFORE) : start]
     cut = ".." if start > _BEFORE else ""
@@ -76,7 +75,8 @@ def _signed(value: Any) -> str:
     return DASH if found is None else f"{found:+.3f}" if abs(found) >= 0.0005 else f"{found:+.0e}"
 
 
-def _change(value: Any) -> str:
+def change(value: Any) -> str:
+    """A relative change in percent."""
     found = number(value)
     return DASH if found is None else f"{100 * found:+.0f}%"
 
@@ -143,14 +143,14 @@ def _mutation(table: pd.DataFrame) -> Columns:
             ["(unrelated text)" if d == "all" else visible(d, 20) for d in table["dropped"]],
         )
     )
-    out.append(("change", _column(table, "change", _change)))
+    out.append(("change", _column(table, "change", change)))
     ends = [
-        interval(low, high, _change) or DASH
+        interval(low, high, change) or DASH
         for low, high in zip(table["change_low"], table["change_high"], strict=True)
     ]
     out.append(("95%\ninterval", ends))
     for name, heading, form in (
-        ("change_median", "median", _change),
+        ("change_median", "median", change),
         ("flipped", "sign\nflips\n(keys)", percent),
         ("keys", "keys", count),
         ("triggers", "triggers", count),
@@ -217,10 +217,7 @@ def _chosen(result: Result) -> list[dict[Any, Any]]:
     names = [
         n for n in (f"agreement{suffix}", "same_last_token", "coefficient_max") if has(keys, n)
     ]
-    if not names:
-        return []
-    numbers = keys[names].astype("Float64").to_numpy(dtype=float, na_value=-np.inf)
-    return keys.iloc[np.lexsort(-numbers.T[::-1])[:STORIES], :].to_dict("records")
+    return largest_first(keys, names).head(STORIES).to_dict("records") if names else []
 
 
 def _story(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:

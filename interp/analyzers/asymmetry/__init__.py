@@ -101,11 +101,7 @@ class Run:
     def measure(self) -> None:
         """All that was asked, cheapest first, so that an interruption loses least."""
         config, model = self.config, self.model
-        mine = hooks.foreign_hooks(model)
-        if mine:
-            self.notices.append(
-                f"{len(mine)} hook points carry hooks of yours ({mine[0]}, ...): they were active."
-            )
+        self.notices += hooks.foreign_notices(model)
         self.forms = scores.form(model)
         self.biases = scores.has_biases(model)
         self._say_what_the_form_is()

@@ -141,15 +141,12 @@ class _Block:
         first, last = int(at[0]), int(at[-1])
         self.cut: Any = slice(first, last + 1) if last - first + 1 == len(at) else at
 
-    def _wide(self, x: Tensor) -> Tensor:
-        return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
-
     def _scores(self) -> Tensor:
         if len(self.row) > 1:
             chosen = self.a.scores[self.row, self.head]
         else:  # one matrix: no copy
             chosen = self.a.scores[int(self.row), int(self.head)][None]
-        return self._wide(chosen[:, self.cut][:, :, self.cut])
+        return scores.wide(chosen[:, self.cut][:, :, self.cut])
 
     def _part(self, x: Tensor, head: Tensor | None = None) -> Tensor:
         """[block, n, d_head] queries or keys, in float32 at least."""
@@ -158,7 +155,7 @@ class _Block:
 
     def _product(self, q: Tensor, k: Tensor) -> Tensor:
         """[block, n, n] q . k, made as precisely as the model makes its scores, then float64."""
-        return self._wide(q @ k.transpose(-1, -2))
+        return scores.wide(q @ k.transpose(-1, -2))
 
     def sums(self, controls: bool) -> dict[str, pairs.Sums]:
         """What the moments of each kind of matrix are made of; a kind that is not defined lacks."""
@@ -196,12 +193,9 @@ class _Spread:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, a: Attention, included: Tensor, group: int) -> None:
-        def wide(x: Tensor) -> Tensor:
-            return (x.cpu() if x.device.type == "mps" else x).double()
-
-        inside = included.to(wide(a.q[:1, :1, :1]).device)
-        q = wide(a.q).transpose(1, 2)[inside].transpose(0, 1)  # [head, item, d_head]
-        k = wide(a.k[:, ::group]).transpose(1, 2)[inside].transpose(0, 1)
+        inside = included.to(scores.wide(a.q[:1, :1, :1]).device)
+        q = scores.wide(a.q).transpose(1, 2)[inside].transpose(0, 1)  # [head, item, d_head]
+        k = scores.wide(a.k[:, ::group]).transpose(1, 2)[inside].transpose(0, 1)
         turned = k.transpose(1, 2)
         new = {"q": q.sum(1), "k": k.sum(1), "qq": q.transpose(1, 2) @ q, "kk": turned @ k}
         new["kq"] = turned.repeat_interleave(group, 0) @ q

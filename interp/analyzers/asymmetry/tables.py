@@ -15,7 +15,7 @@ from interp.analyzers.asymmetry import columns
 from interp.analyzers.asymmetry.ontext import CONTROLS, KINDS, OnText
 from interp.analyzers.asymmetry.symmetrise import PER_HEAD, VARIANTS, Effects
 from interp.analyzers.asymmetry.weights import Basis
-from interp.results import Column, Result
+from interp.results import Result, described
 
 if TYPE_CHECKING:
     from interp.analyzers.asymmetry import Run
@@ -75,17 +75,13 @@ def assemble(run: Run) -> Result:
         summary=summary,
         summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
         tables={name: table for name, (table, _) in made.items()},
-        columns={name: _described(table, known) for name, (table, known) in made.items()},
+        columns={name: described(table, known) for name, (table, known) in made.items()},
         notices=run.notices,
         seed=run.config.seed,
         started=run.started,
         seconds=time.perf_counter() - run.began,
         complete=run.complete,
     )
-
-
-def _described(table: pd.DataFrame, known: dict[str, Column]) -> dict[str, Column]:
-    return {name: known[name] for name in table.columns}
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -410,7 +406,7 @@ def combine(made: list[tuple[str, Result]], config: AsymmetryConfig) -> Result:
         summary=summary,
         summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
         tables=tables,
-        columns={name: _described(table, known[name]) for name, table in tables.items()},
+        columns={name: described(table, known[name]) for name, table in tables.items()},
         notices=[*notices, f"Model facts are of the last of {len(made)} checkpoints."],
         seed=config.seed,
         started=made[0][1].started,

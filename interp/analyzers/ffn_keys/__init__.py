@@ -167,11 +167,7 @@ class Run:
         return text.subset(list(first.values()))
 
     def _say_what_to_mind(self) -> None:
-        mine = hooks.foreign_hooks(self.model)
-        if mine:
-            self.notices.append(
-                f"{len(mine)} hook points carry hooks of yours ({mine[0]}, ...): they were active."
-            )
+        self.notices += hooks.foreign_notices(self.model)
         if len(self.text) < ENOUGH:
             self.notices.append(
                 f"{len(self.text)} documents: triggers, their shares and agreement depend on the "

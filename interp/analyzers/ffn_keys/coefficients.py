@@ -8,7 +8,6 @@ output is checked on the text at hand before any number is believed (`check`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from interp import hooks, scores
+from interp.analyzers.ffn_keys.prefixes import run_through
 from interp.errors import InterpError
 from interp.model import Model
 from interp.progress import batches, track
@@ -84,10 +84,6 @@ def memory(model: Model, layer: int) -> Memory:
     return Memory(layer, values, None if bias is None else bias.detach())
 
 
-class _DoneError(Exception):
-    """Ends a forward pass after the last layer that somebody wants."""
-
-
 def run(
     model: Model, batch: Any, use: Mapping[int, Use], pre: Mapping[int, Use] | None = None
 ) -> None:
@@ -99,18 +95,8 @@ def run(
         use: layer -> function of its coefficients [batch, pos, key], called in order of layers.
         pre: layer (of `use`) -> function of its pre-activations (the gate's, in gated models).
     """
-    last = max(use)
-
-    def final(coefficients: Tensor) -> None:
-        use[last](coefficients)
-        raise _DoneError
-
-    sites: list[tuple[str, int, hooks.Hook]] = []
-    for layer, function in use.items():
-        sites.append(("mlp_post", layer, final if layer == last else function))
-    sites += [("mlp_pre", layer, function) for layer, function in (pre or {}).items()]
-    with hooks.attached(model, sites), contextlib.suppress(_DoneError):
-        model.forward(batch)
+    sites = [("mlp_pre", layer, function) for layer, function in (pre or {}).items()]
+    run_through(model, batch, sites + [("mlp_post", layer, use[layer]) for layer in sorted(use)])
 
 
 def coefficients(

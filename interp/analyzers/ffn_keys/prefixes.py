@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +49,7 @@ class _DoneError(Exception):
     """Ends a forward pass after the last site."""
 
 
-def run_through(
-    model: Model, batch: TokenBatch, sites: Sequence[tuple[str, int, hooks.Hook]]
-) -> None:
+def run_through(model: Model, batch: Any, sites: Sequence[tuple[str, int, hooks.Hook]]) -> None:
     """Run a batch with hooks `(site, layer, function)`; ends after the one that is listed last."""
     name, layer, last = sites[-1]
 

@@ -12,7 +12,7 @@ import pandas as pd
 from interp import stats
 from interp.analyzers.ffn_keys import answers, columns, kinds, kinds_columns, reading
 from interp.analyzers.ffn_keys.values import BASES, Agreement, Spoken
-from interp.results import Column, Result
+from interp.results import Result, described
 
 if TYPE_CHECKING:
     from interp.analyzers.ffn_keys import Run
@@ -46,26 +46,22 @@ def assemble(run: Run) -> Result:
     if run.asked is not None:
         tables |= answers.prompt_tables(run.model, run.asked)
         summary["prompt"] = answers.prompt_summary(run.model, run.asked)
-    described = columns.SUMMARY | kinds_columns.SUMMARY
+    of_summary = columns.SUMMARY | kinds_columns.SUMMARY
     return Result(
         analyzer="ffn-keys",
         config=dataclasses.asdict(run.config),
         model=run.model.describe(),
         data=run.text.describe(),
         summary=summary,
-        summary_columns={k: v for k, v in described.items() if k in summary},
+        summary_columns={k: v for k, v in of_summary.items() if k in summary},
         tables=tables,
-        columns={name: _described(table, known[name]) for name, table in tables.items()},
+        columns={name: described(table, known[name]) for name, table in tables.items()},
         notices=run.notices,
         seed=run.config.seed,
         started=run.started,
         seconds=time.perf_counter() - run.began,
         complete=run.complete,
     )
-
-
-def _described(table: pd.DataFrame, known: dict[str, Column]) -> dict[str, Column]:
-    return {name: known[name] for name in table.columns}
 
 
 # One row per key ----------------------------------------------------------------------------------
@@ -186,9 +182,7 @@ def _adjusted(p: list[float]) -> np.ndarray:
 def _summary(run: Run, layers: list[int]) -> dict[str, Any]:
     agreed: dict[str, dict[str, Any]] = {}
     for (layer, basis), one in run.agreed.items():
-        fields = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-        fields.pop("distribution")
-        agreed.setdefault(str(layer), {})[basis] = fields
+        agreed.setdefault(str(layer), {})[basis] = dataclasses.asdict(one)
     return {
         "layers": layers,
         "keys": len(run.keys) * len(layers),

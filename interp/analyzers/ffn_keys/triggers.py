@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from interp import scores
 from interp.errors import InterpError
 from interp.text import Text, TokenBatch
 
@@ -266,4 +267,4 @@ def _sum(values: Float[Tensor, "batch pos key"], batch: TokenBatch) -> Float64[T
     rows = torch.bmm(batch.included[:, None].to(values), values)[:, 0]
     if not bool(torch.isfinite(rows).all()):  # what is left out may hold anything
         rows = values.masked_fill(~batch.included[..., None], 0).sum(1)
-    return (rows.cpu() if rows.device.type == "mps" else rows).double().sum(0)
+    return scores.wide(rows).sum(0)

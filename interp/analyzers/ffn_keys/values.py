@@ -13,7 +13,7 @@ only against its nulls.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -173,7 +173,6 @@ class Agreement:
     p: float = np.nan
     unigram: float = np.nan
     unigram_99: float = np.nan
-    distribution: np.ndarray = field(default_factory=lambda: np.empty(0))
 
 
 def agreement(
@@ -213,7 +212,6 @@ def agreement(
         p=float((1 + (drawn >= count).sum()) / (DRAWS + 1)),
         unigram=float(chance.mean()),
         unigram_99=float(np.quantile(unigram, 0.99, method="higher") / n),
-        distribution=drawn / n,
     )
 
 

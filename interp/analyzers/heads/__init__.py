@@ -124,11 +124,7 @@ class _Run:
             for head in range(model.cfg.n_heads)
         ]
         self._choose_documents()
-        mine = hooks.foreign_hooks(model)
-        if mine:
-            self.notices.append(
-                f"{len(mine)} hook points carry hooks of yours ({mine[0]}, ...): they were active."
-            )
+        self.notices += hooks.foreign_notices(model)
 
     def _choose_documents(self) -> None:
         """Where an order is chosen by measuring, its curve comes from other documents."""

@@ -13,6 +13,7 @@ from interp import hooks, interventions, splice
 from interp.interventions import Head
 from interp.model import Model
 from interp.progress import batches, track
+from interp.scores import wide
 from interp.text import Text, TokenBatch
 
 BatchSize = int | Literal["auto"]
@@ -136,5 +137,4 @@ def _backward(
 def included_sums(z: torch.Tensor, included: torch.Tensor) -> torch.Tensor:
     """[batch, head, d_head] float64 on the CPU: z summed over included positions."""
     kept = torch.where(included[:, :, None, None], z, 0)
-    wide = kept.cpu() if z.device.type == "mps" else kept
-    return wide.double().sum(1).cpu()
+    return wide(kept).sum(1).cpu()

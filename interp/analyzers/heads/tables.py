@@ -13,7 +13,7 @@ from interp import stats
 from interp.analyzers.heads import curve
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
-from interp.results import Column, Result
+from interp.results import Column, Result, described
 
 if TYPE_CHECKING:
     from interp.analyzers.heads import _Run
@@ -129,7 +129,7 @@ def assemble(run: _Run) -> Result:
     """Everything a run has measured, as a Result."""
     assert run.gradients is not None
     tables = {"heads": _heads_table(run)}
-    columns = {"heads": {name: HEADS_COLUMNS[name] for name in tables["heads"].columns}}
+    columns = {"heads": described(tables["heads"], HEADS_COLUMNS)}
     measured = [order for order in run.orders if order.points]
     if measured:
         assert run.baseline is not None
