@@ -183,6 +183,15 @@ class Form:
         """[batch, head, pos, pos] scores with query and key both at offset 0."""
         return (a.q @ a.k.transpose(-1, -2)) * self.scale
 
+    def turned(self, a: Attention) -> tuple[Tensor, Tensor]:
+        """Queries and keys [batch, head, pos, d_head] rotated as the model does, if it does."""
+        if not self.rotary:
+            return a.q, a.k
+        assert a.rotary is not None
+        cos, sin = (c[:, None] for c in a.rotary)
+        q, k = (rotated(x, cos, sin, self.adjacent) for x in (a.q, a.k))
+        return q, k
+
     def swapped(self, a: Attention, source: Tensor | None = None) -> Tensor:
         """[batch, head, pos, pos] the scores with the two tokens' contents exchanged.
 

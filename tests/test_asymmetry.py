@@ -1,5 +1,7 @@
 """The asymmetry analyzer's weights and scores against numpy, planted heads and invariances."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import interp
 from interp import scores
-from interp.analyzers.asymmetry import pairs, tables
+from interp.analyzers.asymmetry import ontext, pairs, tables
 from interp.errors import InterpError, UsageError
 from interp.model import load_model
 from interp.text import load_text
@@ -306,6 +308,39 @@ def test_without_controls_the_rest_is_the_same(measured, load):
     )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_documents_give_what_written_out_scores_give(measured, load, family, monkeypatch):
+    text, (model, _) = measured(family)[1], load(family)
+    found = []
+    for positions_per_d_head in (0, 10**9):
+        monkeypatch.setattr(ontext, "LONG", positions_per_d_head)
+        with model.measuring():
+            found.append(ontext.measure(model, text, scores.form(model), 3).r)
+    for kind, expected in found[1].items():
+        np.testing.assert_allclose(found[0][kind], expected, atol=2e-6, err_msg=kind)
+
+
+def test_scores_that_are_no_product_here_are_taken_as_they_are(load, monkeypatch):
+    """As where a soft cap shows in large scores only, and not on the probe."""
+    model, _ = load("llama")
+    form = scores.form(model)[0]
+    seen = []
+
+    def look(a):
+        a.scores = 5 * (a.scores / 5).tanh()
+        every = torch.ones(a.scores.shape[0], a.scores.shape[2], dtype=torch.bool)
+        seen.append((a.scores, ontext.of_layer(a, form, every, ("real",), 2**16)[0, 0, 0]))
+
+    monkeypatch.setattr(ontext, "LONG", 0)
+    tokens = torch.arange(3, 19)[None]
+    batch = SimpleNamespace(tokens=tokens, attention_mask=torch.ones_like(tokens))
+    with model.measuring(), scores.attending(model, {0: look}):
+        scores.run(model, batch)
+    s = seen[0][0][0, 0].double().numpy()
+    lower = np.tril_indices(len(s), -1)
+    assert float(seen[0][1][3]) == pytest.approx((s[lower] ** 2).sum(), rel=1e-9)
+
+
 def test_windows_of_a_document_are_pooled(load):
     model, plain = load("gpt2")
     text = load_text(tiny.corpus(4), model, documents=4, context=16, windows=True)
@@ -348,6 +383,27 @@ def test_pair_moments_are_a_loop_over_pairs(n, seed):
         expected = asym.without_offsets(wide, mask)[np.ix_(at, at)]
         found = pairs.without_offsets(torch.tensor(some), torch.tensor(at)).numpy()
         np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 4, 5, 11, pairs.BLOCK, pairs.BLOCK + 1, 3 * pairs.BLOCK - 7])
+def test_sums_without_the_scores_are_those_of_the_scores(n):
+    rng = np.random.default_rng(n)
+    q, k = rng.normal(size=(2, 3, n, 8)) + 2
+    s = q @ k.transpose(0, 2, 1)
+    low = np.tril(s, -1)
+    found = pairs.sums_of_product(torch.tensor(q), torch.tensor(k))
+    expected = {
+        "row": s.sum(2),
+        "column": s.sum(1),
+        "row_low": low.sum(2),
+        "column_low": low.sum(1),
+        "diagonal": np.diagonal(s, axis1=1, axis2=2),
+        "square": (s**2).sum((1, 2)),
+        "square_low": (low**2).sum((1, 2)),
+        "cross": (s * s.transpose(0, 2, 1)).sum((1, 2)),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-11, err_msg=name)
 
 
 @given(st.integers(0, 1000), st.floats(-50, 50))

@@ -23,6 +23,8 @@ CONTROLS = ("offsets_removed", "content_offsets_removed", "same", "repaired")
 """Offset means removed too (real and content); keys := queries; keys of another KV head."""
 ELEMENTS = {"cpu": 2**16, "cuda": 2**26}
 """Entries of score matrices worked on at once in float64."""
+LONG = 5
+"""Positions per d_head from which a product is not written out: n^2 entries against n d_head."""
 
 
 @dataclass
@@ -104,13 +106,15 @@ def of_layer(
         if len(at) < 2:
             out[rows] = 0.0  # no pairs
             continue
+        turned = _turned(a, form) if len(at) >= LONG * a.q.shape[-1] else None
         step = max(1, elements // len(at) ** 2)
         blocks = []
         for start in range(0, len(rows) * heads, step):
             block = range(start, min(start + step, len(rows) * heads))
             row = torch.tensor([rows[i // heads] for i in block])
             head = torch.tensor([i % heads for i in block])
-            blocks.append(_Block(a, form, row, head, at).sums("same" in kinds))
+            part = _Block(a, form, turned, row, head, at)
+            blocks.append(part.sums("same" in kinds))
         found = {name: pairs.joined([b[name] for b in blocks]) for name in blocks[0]}
         for i, kind in enumerate(kinds):
             name, centred = _MADE_OF[kind]
@@ -118,6 +122,21 @@ def of_layer(
                 m = pairs.moments(found[name], centred).cpu()
                 out[rows, i] = m.reshape(len(rows), heads, pairs.N_MOMENTS)
     return out
+
+
+def _turned(a: Attention, form: Form) -> tuple[Tensor, Tensor] | None:
+    """Rotated queries, scaled, and keys whose product the scores are; None where they are not.
+
+    Looked at again here, by the last query's scores: a soft cap, say, shows in large ones only.
+    """
+    if not form.bilinear:
+        return None
+    q, k = form.turned(a)
+    q = q * form.scale
+    seen = a.scores[:, :, -1:]
+    gap = (q[:, :, -1:] @ k.transpose(-1, -2) - seen).abs().max()
+    rounding = scores.TOLERANCE.get(a.scores.dtype, scores.TOLERANCE_HALF)
+    return (q, k) if bool(gap <= rounding * seen.abs().max()) else None
 
 
 # kind -> (what `_Block.sums` calls the matrices, whether row and column means go)
@@ -134,14 +153,24 @@ _MADE_OF = {
 
 
 class _Block:
-    """Score matrices of some rows' heads at the included positions: [block, n, n] in float64."""
+    """Scores of some rows' heads at the n included positions, in float64."""
 
-    def __init__(self, a: Attention, form: Form, row: Tensor, head: Tensor, at: Tensor) -> None:
-        self.a, self.form, self.row, self.head, self.at = a, form, row, head, at
+    def __init__(
+        self,
+        a: Attention,
+        form: Form,
+        turned: tuple[Tensor, Tensor] | None,
+        row: Tensor,
+        head: Tensor,
+        at: Tensor,
+    ) -> None:
+        self.a, self.form, self.turned = a, form, turned
+        self.row, self.head, self.at = row, head, at
         first, last = int(at[0]), int(at[-1])
         self.cut: Any = slice(first, last + 1) if last - first + 1 == len(at) else at
 
     def _scores(self) -> Tensor:
+        """[block, n, n] as the model has them."""
         if len(self.row) > 1:
             chosen = self.a.scores[self.row, self.head]
         else:  # one matrix: no copy
@@ -157,27 +186,36 @@ class _Block:
         """[block, n, n] q . k, made as precisely as the model makes its scores, then float64."""
         return scores.wide(q @ k.transpose(-1, -2))
 
+    def _of_product(self, q: Tensor, k: Tensor) -> pairs.Sums:
+        if q.shape[-2] >= LONG * q.shape[-1]:
+            return pairs.sums_of_product(scores.wide(q), scores.wide(k))
+        return pairs.sums(self._product(q, k))
+
     def sums(self, controls: bool) -> dict[str, pairs.Sums]:
         """What the moments of each kind of matrix are made of; a kind that is not defined lacks."""
-        s = content = self._scores()
-        out = {"scores": pairs.sums(s)}
+        if self.turned is None:
+            out = {"scores": pairs.sums(self._scores())}
+        else:
+            out = {"scores": self._of_product(*map(self._part, self.turned))}
         q, k = self._part(self.a.q), self._part(self.a.k)
-        if self.form.bilinear and not self.form.rotary:
-            out["content"] = out["scores"]
-        elif self.form.bilinear:
-            content = self._product(q * self.form.scale, k)
-            out["content"] = pairs.sums(content)
-        if controls:
-            at = self.at.to(s.device)
-            out["offsets"] = pairs.sums(pairs.without_offsets(pairs.centred(s), at))
-            if self.form.bilinear:
-                free = pairs.without_offsets(pairs.centred(content), at)
-                out["content_offsets"] = pairs.sums(free)
-                out["same"] = pairs.sums(self._product(q, q))
-            if self.form.bilinear and self.a.k_heads > 1:  # the next KV head's keys
-                heads = self.a.q.shape[1]
-                other = self._part(self.a.k, (self.head + heads // self.a.k_heads) % heads)
-                out["repaired"] = pairs.sums(self._product(q, other))
+        if self.form.bilinear:
+            own = not self.form.rotary
+            out["content"] = out["scores"] if own else self._of_product(q * self.form.scale, k)
+        return out | (self._controls(q, k) if controls else {})
+
+    def _controls(self, q: Tensor, k: Tensor) -> dict[str, pairs.Sums]:
+        s = self._scores()
+        at = self.at.to(s.device)
+        out = {"offsets": pairs.sums(pairs.without_offsets(pairs.centred(s), at))}
+        if not self.form.bilinear:
+            return out
+        content = self._product(q * self.form.scale, k) if self.form.rotary else s
+        free = pairs.without_offsets(pairs.centred(content), at)
+        out |= {"content_offsets": pairs.sums(free), "same": self._of_product(q, q)}
+        if self.a.k_heads > 1:  # the next KV head's keys
+            heads = self.a.q.shape[1]
+            other = self._part(self.a.k, (self.head + heads // self.a.k_heads) % heads)
+            out["repaired"] = self._of_product(q, other)
         return out
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 N_MOMENTS = 6
+BLOCK = 64
+"""Positions of `sums_of_product` taken together: about d_head makes the least work."""
 FEWEST = 3
 """Pairs of a document below which there is no correlation (two always give 1 or -1)."""
 
@@ -53,6 +55,40 @@ def sums(s: Tensor) -> Sums:
         square_low=_dot(flat_low, flat_low),
         cross=(s * s.transpose(-1, -2)).sum((-1, -2)),
     )
+
+
+def sums_of_product(q: Tensor, k: Tensor) -> Sums:
+    """The same of S = q k^T, without S: q and k are [..., n, d] in float64.
+
+    The squares below the diagonal are those within blocks of positions, and between a block's
+    queries and all keys before it, of which only the sum of k k^T is needed.
+    """
+    n = q.shape[-2]
+    before = k.cumsum(-2) - k  # of a position: the sum of the keys before it
+    after = q.sum(-2, keepdim=True) - q.cumsum(-2)
+    products = k.transpose(-1, -2) @ q
+    # [..., block, position, d], zeros at the end
+    q_of, k_of = (
+        functional.pad(x, (0, 0, 0, -n % BLOCK)).unflatten(-2, (-1, BLOCK)) for x in (q, k)
+    )
+    grams_q, grams_k = (x.transpose(-1, -2) @ x for x in (q_of, k_of))
+    earlier = grams_k.cumsum(-3) - grams_k
+    within = (q_of @ k_of.transpose(-1, -2)).tril_(-1)
+    return Sums(
+        row=_dot(q, k.sum(-2, keepdim=True)),
+        column=_dot(k, q.sum(-2, keepdim=True)),
+        row_low=_dot(q, before),
+        column_low=_dot(k, after),
+        diagonal=_dot(q, k),
+        square=(grams_q.sum(-3) * grams_k.sum(-3)).sum((-1, -2)),
+        square_low=_square(within) + _dot(grams_q.flatten(-3), earlier.flatten(-3)),
+        cross=(products * products.transpose(-1, -2)).sum((-1, -2)),
+    )
+
+
+def _square(x: Tensor) -> Tensor:
+    """[...] sums of squares of [..., block, i, j]."""
+    return _dot(x.flatten(-3), x.flatten(-3))
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
