@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,6 +28,7 @@ from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells have it
+ONE_SIGNAL_SECONDS = 1.0  # SIGTERMs this close are one: `timeout` sends it to process and group
 HEADINGS = ("Measure", "Text", "Model", "Run", "Output")  # of --help, in this order
 
 
@@ -72,16 +74,18 @@ def run(arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Within, SIGTERM does what Ctrl-C does, and is then in the list. A caller's handler stays."""
+def _sigterm_as_interrupt() -> Iterator[list[float]]:
+    """Within, SIGTERM does what Ctrl-C does; the list has its times. A caller's handler stays."""
     import signal
     import threading
 
-    received: list[int] = []
+    received: list[float] = []
 
-    def interrupt(number: int, _frame: Any) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
+    def interrupt(_number: int, _frame: Any) -> None:
+        before, now = received[-1:], time.monotonic()
+        received.append(now)
+        if not before or now - before[0] >= ONE_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
 
     ours = (
         threading.current_thread() is threading.main_thread()  # no other one may set a handler

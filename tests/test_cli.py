@@ -331,6 +331,7 @@ def test_sigterm_at_once_and_again(heads, monkeypatch):
         status, out, err = heads("--out", "r")
     assert (status, out) == (143, "")
     assert err.splitlines()[-1] == "interp: interrupted; nothing was saved."
+    monkeypatch.setattr(cli, "ONE_SIGNAL_SECONDS", 0)
     monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
     monkeypatch.setattr(results, "_write_table", terminate)
     status, out, err = heads("--exact", "--out", "r")
@@ -338,6 +339,23 @@ def test_sigterm_at_once_and_again(heads, monkeypatch):
     assert "nothing was saved" in err
     assert not os.path.exists("r")
     assert not os.path.exists("r.partial")
+
+
+def test_one_sigterm_that_arrives_twice(heads, monkeypatch):
+    """As `timeout` sends it: to the process, and to its group."""
+    monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, terminate))
+    table = results._write_table
+
+    def late(*args, **more):
+        terminate()
+        return table(*args, **more)
+
+    monkeypatch.setattr(cli, "ONE_SIGNAL_SECONDS", 1e6)
+    monkeypatch.setattr(results, "_write_table", late)
+    status, _, err = heads("--exact", "--out", "r")
+    assert status == 143
+    assert "saved in r" in err
+    assert not load_result("r").complete
 
 
 def test_a_sigterm_handler_of_ones_own_stays():

@@ -616,13 +616,17 @@ def test_the_command(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.embedded
-def test_the_embedded_models_late_keys_agree_beyond_chance():
+def test_the_embedded_models_early_keys_share_tokens_and_late_ones_agree_beyond_chance():
     model = interp.load_model()
     text = load_text("news", model, documents=120, context=48)
     keys = tuple(range(0, 1536, 2))
-    result = run(model, text, layer=(27,), key=keys)
-    layer = result.tables["ffn_layers"].iloc[0]
-    assert layer.agreement_keys > 700
+    # The other questions are asked of few positions: they are not looked at here.
+    options = {"mutation_keys": 0, "mixture_positions": 4, "sample_documents": 4}
+    result = run(model, text, layer=(2, 27), key=keys, **options)
+    early, late = (row for _, row in result.tables["ffn_layers"].iterrows())
+    assert early.same_last_token > early.same_last_token_null_99
+    assert early.same_last_token_beyond_99 > 10 * early.same_last_token_chance_99
+    assert late.agreement_keys > 700
     for suffix in ("", "_folded"):
-        assert layer[f"agreement_rate{suffix}"] > layer[f"agreement_null_99{suffix}"]
+        assert late[f"agreement_rate{suffix}"] > late[f"agreement_null_99{suffix}"]
     assert result.summary["reconstruction_error"] < 1e-4
