@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from interp.analyzers.asymmetry import asymmetry
     from interp.analyzers.ffn_keys import ffn_keys
     from interp.analyzers.heads import heads
+    from interp.analyzers.qkv import qkv
     from interp.model import Model, load_model
     from interp.results import Result, load_result
     from interp.text import Text, load_text
@@ -35,6 +36,7 @@ _PUBLIC = {
     "load_text": "interp.text",
     "Text": "interp.text",
     "load_result": "interp.results",
+    "qkv": "interp.analyzers.qkv",
     "Result": "interp.results",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "load_model",
     "load_result",
     "load_text",
+    "qkv",
 ]
 
 

@@ -283,6 +283,28 @@ class FfnKeysConfig(RunOptions):
         )
 
 
+@dataclass(frozen=True)
+class FewTextOptions(TextOptions):
+    """The same, for what runs the model many times."""
+
+    documents: int = 16
+    """Documents whose losses are compared, 1 or more."""
+
+
+@dataclass(frozen=True)
+class QkvConfig(RunOptions):
+    """What Q, K, V and O are each worth."""
+
+    fit_documents: int = 128
+    """Further documents that means and moments are of, 1 or more."""
+    each: Literal["mean", "all", "none"] = "mean"
+    """What is also done to one layer at a time; all is slow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _must(self.fit_documents >= 1, "fit-documents", "1 or more", self.fit_documents)
+
+
 def with_options(
     kind: type[Config], config: Config | None = None, options: Mapping[str, Any] | None = None
 ) -> Config:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from interp.config import (
     AsymmetryConfig,
+    FewTextOptions,
     FfnKeysConfig,
     HeadsConfig,
     ManyTextOptions,
     ModelOptions,
     ModelsOptions,
+    QkvConfig,
     TextOptions,
 )
 
@@ -46,5 +48,11 @@ ANALYZERS = {
         "interp.analyzers.ffn_keys:ffn_keys",
         "What do the keys of an FFN answer to, and what do their values say?",
         texts=ManyTextOptions,
+    ),
+    "qkv": Analyzer(
+        QkvConfig,
+        "interp.analyzers.qkv:qkv",
+        "What are Q, K, V and O each worth, and can heads share them?",
+        texts=FewTextOptions,
     ),
 }

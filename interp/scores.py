@@ -319,6 +319,12 @@ def weights(model: Model, layer: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def value_weights(model: Model, layer: int) -> Tensor:
+    """W_V [kv_head, d_model, d_head] as the model uses it, raw."""
+    attn = model.bridge.blocks[layer].attn
+    return _heads(model, attn.v, model.cfg.n_kv_heads, "value", layer)
+
+
 def in_out(module: Any) -> Tensor:
     """A projection's weight as [in, out], however it is stored (GPT-2's Conv1D: [in, out])."""
     weight = module.weight.detach()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,6 +267,37 @@ def run_edited(
         Scores, with KL against the clean run where it was kept.
     """
     return _run(model, clean, edits, from_start, None)
+
+
+def run_hooked(
+    model: Model,
+    clean: Clean,
+    edits: Sequence[tuple[str, int, hooks.Hook]],
+    *,
+    from_start: bool = False,
+) -> Scores:
+    """The scores of a batch with hooks at any sites: blocks before the first of them are not run.
+
+    Args:
+        model: the model that `clean` was made with.
+        clean: the batch's clean run.
+        edits: (site, layer, function), as `hooks.attached` takes them.
+        from_start: run every block all the same (slower; same result).
+
+    Returns:
+        Scores, with KL against the clean run where it was kept.
+    """
+    if not edits:
+        return clean.scores
+    reader = copy.copy(clean.reader)
+    reader.reference = clean.reference
+    first = 0 if from_start else min(layer for _, layer, _ in edits)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hooks.attached(model, edits))
+        for i in range(first):
+            forward = _constant(clean.blocks[i])
+            stack.enter_context(replaced_forward(model.bridge.blocks[i], forward))
+        return forward_scores(model, clean.batch, reader)
 
 
 def extend(model: Model, run: Clean, edits: Mapping[int, Edit]) -> Clean:
