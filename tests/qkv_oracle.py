@@ -88,12 +88,11 @@ def losses(model, documents, edits, special_ids=()):
 
 
 def value_views(model, layer):
-    """(W_V [kv_head, d_head, d_model], its bias or None, W_O [head, d_head, d_model]): views."""
-    attn, kind, d = asym._layer(model, layer), model.config.model_type, oracle.d_head(model)
-    w_o = oracle._w_o(model, layer)
-    if kind == "gpt2":
-        heads = oracle.n_heads(model)
-        weight = attn.c_attn.weight.data.T.view(3, heads, d, -1)
-        return weight[2], attn.c_attn.bias.data.view(3, heads, d)[2], w_o.view(heads, d, -1)
-    assert kind == "llama"
-    return attn.v_proj.weight.data.view(-1, d, w_o.shape[1]), None, None
+    """GPT-2's W_V [head, d_head, d_model], its bias [head, d_head] and W_O [head, d_head, d_model].
+
+    Views: writing to them edits the model.
+    """
+    attn, d, heads = asym._layer(model, layer), oracle.d_head(model), oracle.n_heads(model)
+    weight = attn.c_attn.weight.data.T.view(3, heads, d, -1)
+    bias = attn.c_attn.bias.data.view(3, heads, d)
+    return weight[2], bias[2], oracle._w_o(model, layer).view(heads, d, -1)

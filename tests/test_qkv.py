@@ -221,7 +221,7 @@ def test_noise_has_the_size_and_covariance_that_are_said(load):
     batch = text.batch_of([(i, 0) for i in range(6)])
     cfg = model.cfg
     x = torch.zeros(*batch.tokens.shape, cfg.n_heads, cfg.d_head)
-    drawn = []
+    drawn, site = [], ""
     for seed in range(30):
         maker.seed = seed
         ((site, change),) = maker.changes(edits.Intervention("noise", "k", 0.5), 1)

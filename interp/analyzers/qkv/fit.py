@@ -95,7 +95,8 @@ def fit(
             def hook(tensor: Tensor) -> None:
                 layers[layer].add(site, tensor[at])
                 if site in HEADED:
-                    layers[layer].samples[site].update(tensor.flatten(2).float(), *where, at)
+                    kept = layers[layer].samples[site]
+                    kept.update(tensor.flatten(2).float(), where[0], where[1], at)
 
             return hook
 
