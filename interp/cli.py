@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 # Threads that spin while they wait slow a busy machine several times; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -364,6 +364,56 @@ def _command(name: str, groups: list[Any]) -> str:
             else:
                 words += [option, str(value)]
     return shlex.join(words)
+
+
+@app.command(name="report")
+def report(
+    *runs: Path,
+    out: Path | None = None,
+    format: Literal["html", "md"] = "html",
+    overwrite: bool = False,
+) -> None:
+    """One page of saved runs, side by side where they are of one analyzer. Needs no model.
+
+    Parameters
+    ----------
+    runs
+        Run folders.
+    out
+        File to write. Default: report.html; for md, stdout.
+    format
+        html, one page that opens without a network; or md, plain Markdown to paste.
+    overwrite
+        Replace the file where it exists.
+    """
+    if not runs:
+        raise UsageError("report needs at least one run folder, as in: interp report runs/a runs/b")
+    target = out or (Path("report.html") if format == "html" else None)
+    _check_file(target, overwrite)
+    from interp import report as reports
+    from interp.results import load_result
+
+    results = [load_result(folder) for folder in runs]
+    text = reports.render(results) if format == "html" else reports.markdown(results)
+    if target is None:
+        print(text, end="")
+        return
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InterpError(f"cannot write {target}: {error.strerror}.") from error
+    _say(f"interp: {len(results)} run{'s' * (len(results) > 1)} in {target}")
+
+
+def _check_file(target: Path | None, overwrite: bool) -> None:
+    if target is None:
+        return
+    if target.is_dir():
+        raise UsageError(f"{target} is a folder; --out of a report is a file, as report.html.")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists; give another --out, or --overwrite.")
+    if not target.parent.is_dir():
+        raise UsageError(f"the folder {target.parent} of --out does not exist.")
 
 
 @assets_app.command(name="list")

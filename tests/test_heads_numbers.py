@@ -320,6 +320,19 @@ def test_the_best_order_prunes_most_and_is_no_random_one():
     assert found["best_order"] == {"0.01": "raw", "0.05": "exact"}
 
 
+def test_nothing_is_prunable_of_an_order_that_lacks_a_step():
+    """As an interruption leaves it: only what is measured by any order, 0 removed, is there."""
+    whole = order_of("raw", [0.0, 0.0, 0.02, 0.2, 0.2], (0, 1, 2, 3, 4))
+    begun = order_of("compensated", [0.0], (0, 2, 4))
+    half = order_of("importance", [0.0, 0.0, 0.0], (0, 2, 4))
+    found = tables._prunable([begun, whole, half])
+    for name in ("compensated", "importance"):
+        assert found["prunable"][name] == {"0.01": None, "0.05": None}
+        assert found["prunable_low"][name] == {"0.01": None, "0.05": None}
+    assert found["best_order"] == {"0.01": "raw", "0.05": "raw"}
+    assert tables._prunable([begun])["best_order"] == {}
+
+
 def test_a_crossing_there_and_back_inside_an_earlier_step_is_not_seen(study):
     """What `prunable` is said to be, and that it is said where steps are wide."""
     hump = [0.0, 0.0, 0.08, 0.08, 0.0, 0.0, 0.0, 0.0, 0.2, 0.2, 0.2]

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     from rich.console import Console
 
-__all__ = ["display", "figure", "figure_names", "notebook_html", "print_result", "render"]
+__all__ = [
+    "display",
+    "figure",
+    "figure_names",
+    "markdown",
+    "notebook_html",
+    "print_result",
+    "render",
+]
 
 
 def figure(result: Result, name: str) -> go.Figure:
@@ -47,6 +55,13 @@ def render(results: Sequence[Result]) -> str:
     from interp.report import page
 
     return page.render(results)
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The same as plain Markdown, without figures; see `md`."""
+    from interp.report import md
+
+    return md.render(results)
 
 
 def notebook_html(result: Result) -> str:

@@ -557,6 +557,26 @@ def narrow_layers(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     return out
 
 
+def compare(result: Result) -> list[tuple[str, str]]:
+    """What runs are compared by."""
+    out = []
+    for kind, words in KINDS.items():
+        found = claim(result, kind)
+        if found:
+            value = f"{_ends(found, 'median')}, {ratio(found.get('q25'))} to "
+            value += f"{ratio(found.get('q75'))}"
+            out.append((f"score correlation: {words} (median over heads, middle half)", value))
+    for name, words in (("symmetry", "heads"), ("layer_symmetry", "whole layers")):
+        found = mapping(result.summary.get(name))
+        if number(found.get("median")) is not None:
+            out.append((f"symmetry of A, {words}", _quartiles(found)))
+    null = mapping(result.summary.get("null"))
+    if number(null.get("low")) is not None:
+        value = f"{ratio(null.get('low'), 3)} to {ratio(null.get('high'), 3)}"
+        out.append(("symmetry of re-paired heads (null), middle 95%", value))
+    return out
+
+
 VIEW = View(
     question="Does i asking j differ from j asking i, and does the model need the difference?",
     findings=findings,
@@ -571,4 +591,5 @@ VIEW = View(
     },
     narrow={"asymmetry": narrow, "asymmetry_layers": narrow_layers},
     quiet=frozenset({"offsets", "examples", "symmetrise"}),
+    compare=compare,
 )

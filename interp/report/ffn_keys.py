@@ -527,6 +527,25 @@ def limits(result: Result) -> list[str]:
     return out
 
 
+def compare(result: Result) -> list[tuple[str, str]]:
+    """What runs are compared by: of each layer, agreement and last tokens, with their nulls."""
+    out, suffix = [], basis(layers_of(result))
+    for row in layers_of(result).to_dict("records"):
+        named = f"layer {count(row['layer'])}"
+        if suffix is not None and number(row.get(f"agreement_rate{suffix}")) is not None:
+            ends = interval(
+                row.get(f"agreement_low{suffix}"), row.get(f"agreement_high{suffix}"), _tiny
+            )
+            value = f"{_tiny(row[f'agreement_rate{suffix}'])} {ends}, null "
+            value += _tiny(row.get(f"agreement_null{suffix}"))
+            out.append((f"{named}: keys that agree ({BASES[suffix]})", value))
+        if number(row.get("same_last_token")) is not None:
+            value = f"{percent(row['same_last_token'])}, null "
+            value += percent(row.get("same_last_token_null"))
+            out.append((f"{named}: triggers with the same last token", value))
+    return out
+
+
 VIEW = View(
     question="What do the keys of the FFN answer to, and what do their values say?",
     findings=findings,
@@ -573,4 +592,5 @@ VIEW = View(
             ((1, "Triggers: the largest coefficients"), (-1, "The most negative coefficients")),
         ),
     ),
+    compare=compare,
 )

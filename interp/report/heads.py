@@ -440,6 +440,24 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     return out
 
 
+def compare(result: Result) -> list[tuple[str, str]]:
+    """What runs are compared by."""
+    summary = result.summary
+    out = [(f"loss before ({NATS})", unsigned(summary.get("baseline_loss")))]
+    for limit in LIMITS:
+        best = best_order(result, limit)
+        found = prunable(result, best, limit) if best else None
+        if best and found:
+            ends = interval(found[1], found[2], percent)
+            value = f"{percent(found[0])} {ends}, {order_label(best)}"
+            out.append((f"heads that can go within {limit} {NATS}, best order", value))
+    verdicts = _mapping(summary.get("verdicts"))
+    if number(verdicts.get("material")) is not None:
+        of = total_heads(result)
+        out += [(f"{name} heads", f"{count(verdicts.get(name))} of {of}") for name in verdicts]
+    return out
+
+
 VIEW = View(
     question="Which attention heads does the model need, and how many can be removed?",
     findings=findings,
@@ -448,4 +466,5 @@ VIEW = View(
     rank={"heads": (("loss_delta", True), ("importance_norm", False))},
     narrow={"heads": narrow},
     quiet=frozenset({"prune", "refine"}),
+    compare=compare,
 )

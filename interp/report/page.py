@@ -21,6 +21,7 @@ import plotly.offline
 from interp.errors import InterpError
 from interp.report import browser as browsing
 from interp.report.browser import Browser, script_json
+from interp.report.compare import comparisons, names
 from interp.report.figures import figure, figure_names
 from interp.report.spec import CONFIG
 from interp.report.view import Digest, View, ranked
@@ -51,9 +52,11 @@ def render(results: Sequence[Result]) -> str:
     results = list(results)
     if not results:
         raise InterpError("a report needs at least one result.")
-    titles = [f"{result.analyzer}: {model_name(result)}" for result in results]
+    titles = names(results)
     title = titles[0] if len(results) == 1 else f"{len(results)} results"
     sections = [_section(result, f"r{i}", len(results)) for i, result in enumerate(results)]
+    if len(results) > 1:
+        sections.insert(0, _headlines(results, titles))
     contents = ""
     if len(results) > 1:
         links = "".join(
@@ -121,6 +124,20 @@ def _text(value: Any, limit: int | None = None) -> str:
 
 def _incomplete(result: Result) -> str:
     return "" if result.complete else ' <strong class="warn">interrupted</strong>'
+
+
+def _headlines(results: Sequence[Result], titles: Sequence[str]) -> str:
+    """The first finding of each result, and the runs that can be compared side by side."""
+    told = [
+        f'<li><a href="#r{i}">{_text(title)}</a>: {_text(found[0])}{_incomplete(result)}</li>'
+        for i, (title, result) in enumerate(zip(titles, results, strict=True))
+        if (found := view_of(result).findings(result))
+    ]
+    parts = ['<section id="headlines"><h2>Headlines</h2>']
+    if told:
+        parts.append(f'<div class="findings"><ul>{"".join(told)}</ul></div>')
+    parts += [_digest(digest) for digest in comparisons(results)]
+    return "\n".join([*parts, "</section>\n"])
 
 
 def _section(result: Result, anchor: str, results: int) -> str:

@@ -265,6 +265,27 @@ def narrow_comparisons(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     ]
 
 
+def compare(result: Result) -> list[tuple[str, str]]:
+    """What runs are compared by."""
+    out = []
+    for target, found in mapping(result.summary.get("mean")).items():
+        words = f"mean in place of {TARGETS.get(target, target)} ({NATS})"
+        out.append((words, effect(mapping(found))))
+    for name, value in mapping(result.summary.get("ranking")).items():
+        found = mapping(value)
+        layers, share = number(found.get("layers")), number(found.get("share"))
+        if layers and share is not None:
+            first, second = (part.upper() for part in str(name).split(" over "))
+            value = f"{count(round(share * layers))} of {count(layers)}"
+            out.append((f"layers where {first} costs more than {second}", value))
+    for target, levels in mapping(result.summary.get("sharing")).items():
+        one = mapping(mapping(levels).get("1"))
+        if one:
+            words = f"{SHARED.get(target, target)} shared by all heads of a layer ({NATS})"
+            out.append((words, effect(one)))
+    return out
+
+
 VIEW = View(
     question="What are Q, K, V and O each worth, and can heads share them?",
     findings=findings,
@@ -277,4 +298,5 @@ VIEW = View(
     },
     narrow={"interventions": narrow, "comparisons": narrow_comparisons},
     quiet=frozenset({"interventions", "overlap"}),
+    compare=compare,
 )

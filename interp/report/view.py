@@ -52,6 +52,7 @@ class View:
         narrow: table -> function (rows) -> [(heading, cells)], for 80 columns.
         quiet: tables that a digest already tells in a terminal.
         browser: a table on the page whose rows open to examples, in place of those two tables.
+        compare: result -> (quantity, value with its interval), to set runs side by side.
     """
 
     question: str = ""
@@ -64,6 +65,7 @@ class View:
     )
     quiet: frozenset[str] = frozenset()
     browser: Browser | None = None
+    compare: Callable[[Result], list[tuple[str, str]]] = _nothing
 
 
 def has(table: pd.DataFrame, column: str) -> bool:

@@ -326,17 +326,19 @@ def _prunable(orders: list[curve.Order]) -> dict[str, Any]:
     for order in orders:
         curves = order.curves()
         for key, end in ends.items():
-            # Not known either while an interrupted run leaves a crossing unrefined.
-            known = not any(np.isnan(v) for v in curves[end].values()) and not order.wanted(1)
+            # Not known while an interrupted run lacks a step or leaves a crossing unrefined.
+            known = all(n in order.points for n in order.counts) and not order.wanted(1)
+            known &= not any(np.isnan(v) for v in curves[end].values())
             out[key][order.name] = {
                 str(limit): order.prunable(curves[end], limit) if known else None
                 for limit in curve.LIMITS
             }
-    found = {name: limits for name, limits in out["prunable"].items() if name != "random"}
-    out["best_order"] = {
-        str(limit): max(found, key=lambda name: found[name][str(limit)] or 0.0)
-        for limit in curve.LIMITS
-    }
+    out["best_order"] = {}
+    for limit in map(str, curve.LIMITS):
+        shares = {name: limits[limit] for name, limits in out["prunable"].items()}
+        found = {n: s for n, s in shares.items() if n != "random" and s is not None}
+        if found:
+            out["best_order"][limit] = max(found, key=lambda name: found[name])
     return out
 
 
