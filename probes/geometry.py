@@ -203,15 +203,7 @@ def measure(
         )
     if draws < 1:
         raise InterpError(f"draws must be at least 1, got {draws}.")
-    neurons = None
-    if W_out is not None:
-        if W_out.ndim != 2 or W_out.shape[1] != d_model:
-            raise InterpError(
-                f"The value vectors are {tuple(W_out.shape)}; the decoder has d_model {d_model}."
-            )
-        norms = W_out.norm(dim=-1)
-        neurons = unit(W_out, norms > 0).to(W.device)
-        rows = torch.nonzero(norms > 0)[:, 0].cpu().numpy()
+    neurons, rows = _neurons(W_out, W)
     own, at_feature, at_neuron = _statistics(W, neurons)
     gaussian = Gaussian.of(covariance.to(W.device))
     null = [_statistics(gaussian.draw(len(W), seed, i), neurons)[0] for i in range(draws)]
@@ -248,6 +240,18 @@ def measure(
         beyond = np.abs(own["neuron_cosine"]) > np.percentile(_pooled(null, "neuron_cosine"), 99)
         summary["beyond_null"] = float(beyond.mean())
     return Geometry(summary, pd.DataFrame(table), _distributions(own, null))
+
+
+def _neurons(W_out: Tensor | None, W: Tensor) -> tuple[Tensor | None, np.ndarray]:
+    """Value vectors that are not zero at length 1, and which neurons' they are."""
+    if W_out is None:
+        return None, np.arange(0)
+    if W_out.ndim != 2 or W_out.shape[1] != W.shape[1]:
+        raise InterpError(
+            f"The value vectors are {tuple(W_out.shape)}; the decoder has d_model {W.shape[1]}."
+        )
+    some = W_out.norm(dim=-1) > 0
+    return unit(W_out, some).to(W.device), torch.nonzero(some)[:, 0].cpu().numpy()
 
 
 def _statistics(
