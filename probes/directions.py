@@ -18,6 +18,7 @@ from interp.errors import InterpError
 from interp.scores import wide
 
 CHUNK = 2**25  # cosines held at once
+OFFSET = 2**40  # of the seeds of draws: never that of something else seeded with 0, 1, ...
 TOLERANCE = 1e-6  # of a covariance's symmetry and smallest eigenvalue, relative
 
 
@@ -81,7 +82,7 @@ class Gaussian:
             seed: of the measurement.
             which: the number of the draw, so that several differ.
         """
-        generator = torch.Generator().manual_seed(1_000_003 * seed + which)
+        generator = torch.Generator().manual_seed(OFFSET + 1_000_003 * seed + which)
         normal = torch.randn(n, len(self.root), generator=generator, dtype=torch.float64)
         drawn = normal.to(self.root.device) @ self.root
         return drawn / drawn.norm(dim=-1, keepdim=True)

@@ -40,8 +40,8 @@ SHAPES = ((2, 0.05), (3, 0.05), (4, 0.05), (5, 0.05), (3, 0.7))  # features in a
 PHASE_DENSITIES = np.logspace(0, -2, 8)
 PHASE_IMPORTANCES = np.logspace(-1, 1, 9)
 REPLICATES = 3  # of shapes, the one with the lowest loss counts
-SIGNS = ((1.0, -1.0), (1.0, 1.0))  # of the starts of the phases: a local minimum keeps them
-BATCH, LEARNING_RATE = 512, 1e-2
+SIGNS = ((1.0, -1.0), (1.0, -1.0), (1.0, 1.0))  # of the starts of the phases: most keep them
+BATCH, PHASE_BATCH, LEARNING_RATE = 512, 256, 1e-2
 EVALUATED = 20_000  # inputs of the reported loss
 REPRESENTED = 0.5  # |W_i|^2 from which a feature counts as represented
 OPPOSITE = -0.95  # cosine from which two features are an antipodal pair
@@ -79,6 +79,7 @@ def fit(
     *,
     steps: int,
     seed: int,
+    batch: int = BATCH,
     signs: Float[Tensor, "instance n"] | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> Trained:
@@ -90,6 +91,7 @@ def fit(
         m: dimensions.
         steps: of Adam, whose rate falls linearly over the second half.
         seed: of the weights and the inputs.
+        batch: inputs a step.
         signs: of the starting weights; None: at random.
         tick: called after each step.
     """
@@ -110,12 +112,12 @@ def fit(
 
     for _ in range(steps):
         adam.zero_grad()
-        errors(BATCH).sum().backward()
+        errors(batch).sum().backward()
         adam.step()
         rate.step()
         tick()
     with torch.no_grad():
-        loss = torch.stack([errors(BATCH) for _ in range(-(-EVALUATED // BATCH))]).mean(0)
+        loss = torch.stack([errors(batch) for _ in range(-(-EVALUATED // batch))]).mean(0)
     return Trained(W.detach(), b.detach()[:, 0], loss)
 
 
@@ -145,7 +147,7 @@ def toy(
     *,
     features: int = 40,
     dimensions: int = 8,
-    steps: int = 1500,
+    steps: int = 1200,
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
@@ -158,7 +160,7 @@ def toy(
     Args:
         features: of the sweep, n.
         dimensions: of the sweep, m; at least 2, and fewer than half of the features.
-        steps: of training, each of 512 inputs an instance.
+        steps: of training, each of 512 inputs an instance (256 for the phases).
         seed: of weights and inputs. Same seed, same numbers on CPU.
         progress: show a bar.
 
@@ -178,18 +180,9 @@ def toy(
     start = time.monotonic()
     bar = track(4 * steps, "toy models", progress)
 
-    def run(
-        density: Tensor, importance: Tensor, m: int, which: int, signs: Tensor | None = None
-    ) -> Trained:
-        return fit(
-            density,
-            importance,
-            m,
-            steps=steps,
-            seed=4 * seed + which,
-            signs=signs,
-            tick=lambda: bar.update(1),
-        )
+    def run(density: Tensor, importance: Tensor, m: int, which: int, **options: Any) -> Trained:
+        own = {"steps": steps, "seed": 4 * seed + which, "tick": lambda: bar.update(1)}
+        return fit(density, importance, m, **own, **options)
 
     try:
         sweep, sweep_features = _sweep(run, features, dimensions)
@@ -327,7 +320,8 @@ def _phase(run: Run) -> pd.DataFrame:
     cells = torch.tensor(grid).repeat_interleave(len(SIGNS), 0)
     importance = torch.stack([torch.ones(len(cells)), cells[:, 1]], dim=1)
     signs = torch.tensor(SIGNS).repeat(len(grid), 1)
-    found = run(cells[:, :1].expand(-1, 2), importance, 1, 3, signs)
+    density = cells[:, :1].expand(-1, 2)
+    found = run(density, importance, 1, 3, signs=signs, batch=PHASE_BATCH)
     loss = found.loss.reshape(len(grid), len(SIGNS))
     rows = []
     for i, (p, r) in enumerate(grid):

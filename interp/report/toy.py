@@ -42,14 +42,30 @@ def limits(result: Result) -> list[str]:
         "A toy: independent, non-negative, uniform inputs, and nothing to compute but themselves. "
         "It shows that superposition happens where it pays and that these numbers find it; it "
         "does not show that a Transformer does the same.",
-        "Each model is one training run (of shapes the best of three, of phases the better of two "
-        "starts): where two arrangements cost nearly the same, as three features in a plane at "
-        "density 0.7, which one is found is chance.",
+        "Each model is one training run (of shapes and phases the best of three): where two "
+        "arrangements cost nearly the same, as three features in a plane at density 0.7, which "
+        "one is found is chance.",
     ]
 
 
 def digests(result: Result) -> list[Digest]:
-    """The sweep over densities."""
+    """The comparisons with theory, and the sweep over densities."""
+    return [_checks(result), _sweep(result)]
+
+
+def _checks(result: Result) -> Digest:
+    names = ("check", "expected", "found", "within", "agrees")
+    rows = tuple(
+        (what, f"{expected:.4g}", f"{found:.4g}", f"{within:.2g}", "yes" if agrees else "NO")
+        for what, expected, found, within, agrees in zip(
+            *_columns(result, "checks", *names), strict=True
+        )
+    )
+    head = ("comparison with theory", "expected", "found", "within", "agrees")
+    return Digest("Comparisons with theory", head, rows)
+
+
+def _sweep(result: Result) -> Digest:
     names = ("density", "represented", "d_star", "antipodal_pairs", "dimensionality_p50", "loss")
     rows = tuple(
         (
@@ -67,7 +83,7 @@ def digests(result: Result) -> list[Digest]:
     head = ("density", "represented", "D*", "pairs", "median D", "loss")
     note = "density: 1 - sparsity. D*: m/|W|_F^2. D: dimensions a represented feature has."
     n, m = (count(number(result.config.get(key))) for key in ("features", "dimensions"))
-    return [Digest(f"{n} features in {m} dimensions, by density", head, rows, note)]
+    return Digest(f"{n} features in {m} dimensions, by density", head, rows, note)
 
 
 VIEW = View(
@@ -75,5 +91,5 @@ VIEW = View(
     findings=findings,
     limits=limits,
     digests=digests,
-    quiet=frozenset({"sweep", "features", "shapes", "phase"}),
+    quiet=frozenset({"checks", "sweep", "features", "shapes", "phase"}),
 )

@@ -185,7 +185,7 @@ def _phase(result: Result) -> go.Figure:
     return spec.finish(
         figure,
         "Two features in one dimension: one of them, or both",
-        f"importance relative to the first; better of 2 starts; {_steps(result)}; line: where "
+        f"importance relative to the first; best of 3 starts; {_steps(result)}; line: where "
         "storing both becomes cheaper, by theory",
         420,
     )
