@@ -109,7 +109,7 @@ class Polysemantic:
 class _Half:
     """Features and the columns to explain on half of the documents, with their moments."""
 
-    features: sparse.csc_array  # [token, candidate]
+    features: Any  # scipy sparse [token, candidate]
     mean: np.ndarray  # [candidate]
     cross: np.ndarray  # [candidate, column] Cov(f, a)
     variance: np.ndarray  # [column]
@@ -162,7 +162,7 @@ def measure(
         InterpError: numbers of tokens that differ, no neuron that varies, no feature that fires
             often enough, or values that are not finite.
     """
-    known = sparse.csr_array(features)
+    known: Any = sparse.csr_array(features)
     if not known.shape[0] == neurons.shape[0] == len(first_half):
         raise InterpError(
             f"{known.shape[0]} tokens of features, {neurons.shape[0]} of neurons and "
@@ -195,8 +195,9 @@ def measure(
     for i in range(draws):
         rng = np.random.default_rng([seed, 13, i])
         rotation = np.linalg.qr(rng.normal(size=(len(vary), len(vary))))[0]
-        turned = [h.turned(rotation, c) for h, c in zip((train, test), covariances, strict=True)]
-        null.append(_explained(*turned, most, tick))
+        turned = (h.turned(rotation, c) for h, c in zip((train, test), covariances, strict=True))
+        choosing, scored = turned
+        null.append(_explained(choosing, scored, most, tick))
     rotated = pd.concat(null, ignore_index=True)
     table = own.assign(
         neuron=vary, top_feature=np.where(own["top"] >= 0, candidates[own["top"]], -1)
@@ -211,7 +212,7 @@ def measure(
     summary |= {"null_directions": len(rotated)}
     summary |= {f"null_{name}": value for name, value in _summary(rotated).items()}
     summary |= {"candidates": len(candidates), "most": most, "tokens": int((~first_half).sum())}
-    return Polysemantic(summary, table[list(NEURONS)], spread)
+    return Polysemantic(summary, table.reindex(columns=list(NEURONS)), spread)
 
 
 def _summary(table: pd.DataFrame) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from interp.errors import UsageError
 from interp.progress import track
 from interp.results import Result, described
 from probes.geometry import dimensionality
+from probes.toy_checks import checks, most_pairs
 from probes.toy_columns import COLUMNS, SUMMARY
 
 INVERSE_DENSITIES = np.logspace(0, 1.5, 12)  # of the sweep, 1 / (1 - S)
@@ -191,8 +192,9 @@ def toy(
         phase = _phase(run)
     finally:
         bar.close()
+    pairs = most_pairs(sweep)
     tables = {
-        "checks": _checks(sweep, unequal, drop_loss, shapes, phase, dimensions),
+        "checks": checks(sweep, unequal, drop_loss, shapes, phase, dimensions),
         "sweep": sweep,
         "features": pd.concat([sweep_features, unequal], ignore_index=True),
         "shapes": shapes,
@@ -207,9 +209,9 @@ def toy(
             "checks": len(tables["checks"]),
             "checks_agree": int(tables["checks"]["agrees"].to_numpy().sum()),
             "dense_d_star": float(sweep["d_star"].iloc[0]),
-            "pairs_d_star": float(_pairs_row(sweep)["d_star"]),
-            "pairs_density": float(_pairs_row(sweep)["density"]),
-            "most_represented": int(sweep["represented"].max()),
+            "pairs_d_star": pairs["d_star"],
+            "pairs_density": pairs["density"],
+            "most_represented": int(sweep["represented"].to_numpy().max()),
         },
         tables=tables,
         columns={name: described(table, COLUMNS[name]) for name, table in tables.items()},
@@ -350,62 +352,3 @@ def _phase(run: Run) -> pd.DataFrame:
 def _state(first: float, second: float) -> str:
     names = {(True, True): "both", (True, False): "first", (False, True): "second"}
     return names.get((first > REPRESENTED, second > REPRESENTED), "neither")
-
-
-# Theory -------------------------------------------------------------------------------------------
-
-
-def _pairs_row(sweep: pd.DataFrame) -> pd.Series:
-    """The sweep's row with the most antipodal pairs, of several the densest."""
-    return sweep.loc[int(sweep["antipodal_pairs"].to_numpy().argmax())]
-
-
-def _checks(
-    sweep: pd.DataFrame,
-    unequal: pd.DataFrame,
-    drop_loss: tuple[float, float],
-    shapes: pd.DataFrame,
-    phase: pd.DataFrame,
-    m: int,
-) -> pd.DataFrame:
-    """What theory says, what was found, and whether they agree within what is stated."""
-    rows: list[dict[str, Any]] = []
-
-    def check(what: str, expected: float, found: float, within: float) -> None:
-        agrees = abs(found - expected) <= within
-        row = {"check": what, "expected": expected, "found": found, "within": within}
-        rows.append(row | {"agrees": bool(agrees)})
-
-    check("dense: D* (dimensions are not shared)", 1.0, float(sweep["d_star"].iloc[0]), 0.1)
-    dense = unequal[unequal["density"] == 1.0]
-    kept = dense.nlargest(5, "square")["feature"]
-    check("dense, unequal importance: most important 5 of 20 kept", 5.0, int((kept < 5).sum()), 0)
-    D = dense.loc[dense["feature"] < 5, "dimensionality"].to_numpy()
-    check("dense, unequal importance: mean D of those 5 (orthogonal)", 1.0, float(D.mean()), 0.05)
-    found, expected = drop_loss
-    check(
-        "dense, unequal importance: loss (the dropped features' variance)",
-        expected,
-        found,
-        0.05 * expected,
-    )
-    pairs = _pairs_row(sweep)
-    check("sparser: antipodal pairs (one a dimension)", m, int(pairs["antipodal_pairs"]), 0)
-    check("sparser: D* at that density", 0.5, float(pairs["d_star"]), 0.03)
-    check("sparser: median D at that density", 0.5, float(pairs["dimensionality_p50"]), 0.02)
-    worst = float(sweep["dimensionality_sum"].to_numpy().min())
-    check("all densities: smallest sum of D_i (all dimensions are used)", m, worst, 0.02 * m)
-    best = shapes[shapes["best"]]
-    for n, p, what, smallest, largest in (
-        (2, 0.05, "2 in a plane, orthogonal", 1.0, 1.0),
-        (3, 0.05, "3 in a plane, a pair and one alone", 0.5, 1.0),
-        (4, 0.05, "4 in a plane, two pairs", 0.5, 0.5),
-        (5, 0.05, "5 in a plane, a pentagon", 0.4, 0.4),
-    ):
-        D = best.loc[(best["features"] == n) & (best["density"] == p), "dimensionality"].to_numpy()
-        check(f"{what}: smallest D", smallest, float(D.min()), 0.02)
-        check(f"{what}: largest D", largest, float(D.max()), 0.02)
-    far = phase[~phase["near_boundary"]]
-    same = (far["state"] == far["predicted"]).to_numpy()
-    check("phases, away from the boundary: share as predicted", 1.0, float(same.mean()), 0.05)
-    return pd.DataFrame(rows)

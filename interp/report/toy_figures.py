@@ -100,7 +100,7 @@ def _importance(result: Result) -> go.Figure:
 def _shapes(result: Result) -> go.Figure:
     shapes = result.tables["shapes"]
     best = shapes[shapes["best"]]
-    cases = list(best.groupby(["features", "density"], sort=False))
+    cases: list[Any] = list(best.groupby(["features", "density"], sort=False))
     titles = [f"{n} features, density {p:g}" for (n, p), _ in cases]
     figure = make_subplots(rows=1, cols=len(cases), subplot_titles=titles)
     for i, (_, case) in enumerate(cases):
