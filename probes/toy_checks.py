@@ -46,7 +46,7 @@ def checks(
 
     check("dense: D* (dimensions are not shared)", 1.0, float(sweep["d_star"].to_numpy()[0]), 0.1)
     dense = unequal[unequal["density"] == 1.0]
-    kept = np.argsort(-dense["square"].to_numpy())[:5]
+    kept = np.argsort(-np.asarray(dense["square"]))[:5]
     check("dense, unequal importance: most important 5 of 20 kept", 5.0, int((kept < 5).sum()), 0)
     D = dense.loc[dense["feature"] < 5, "dimensionality"].to_numpy()
     check("dense, unequal importance: mean D of those 5 (orthogonal)", 1.0, float(D.mean()), 0.05)
@@ -74,6 +74,6 @@ def checks(
         check(f"{what}: smallest D", smallest, float(D.min()), 0.02)
         check(f"{what}: largest D", largest, float(D.max()), 0.02)
     far = phase[~phase["near_boundary"]]
-    same = far["state"].to_numpy() == far["predicted"].to_numpy()
+    same = np.asarray(far["state"]) == np.asarray(far["predicted"])
     check("phases, away from the boundary: share as predicted", 1.0, float(same.mean()), 0.05)
     return pd.DataFrame(rows)
