@@ -6,9 +6,12 @@ each dictionary. Chosen and scored on the same tokens, the best of many is far a
 noise; that number is reported too (`auroc_chosen`), as a warning and nothing else.
 
 The score of a dictionary's average direction (`auroc`) says how often its directions are about
-something in the bank. The score of the average concept (`concept_auroc`) says how well the
-dictionary as a whole covers the bank: the fair comparison of dictionaries, since it asks all of
-them the same questions.
+something in the bank. The score of the average concept says how well the dictionary as a whole
+covers the bank, asking all dictionaries the same questions. It is given twice, since neither is
+fair to all: with all directions (`concept_auroc_all`), where a larger dictionary has more to choose
+from, so that random directions in the same number belong beside it; and with equally many
+candidates (`concept_auroc`), where a large sparse dictionary loses most of its features, and with
+them their concepts, while a small dense one keeps its whole span.
 
 What the scores cannot show. AUROC rewards firing on all tokens of a concept: a feature that fires
 on half of them and nowhere else has 0.75. Both signs of a direction are tried on the first half,
@@ -51,11 +54,19 @@ DICTIONARIES = {
     "auroc_high": Column(_AUROC, "Upper end."),
     "auroc_chosen": Column(_AUROC, "The same on the documents that chose: inflated by the choice."),
     "concept_auroc": Column(
-        _AUROC, "Mean over concepts, on the held-out documents, each by its chosen direction."
+        _AUROC, "Mean over concepts, held out, each by its chosen direction of the candidates."
     ),
     "concept_auroc_low": Column(_AUROC, "Lower end of its 95% interval over documents."),
     "concept_auroc_high": Column(_AUROC, "Upper end."),
     "concept_auroc_chosen": Column(
+        _AUROC, "The same on the documents that chose: inflated by the choice."
+    ),
+    "concept_auroc_all": Column(
+        _AUROC, "Mean over concepts, held out, each by its chosen direction of all available ones."
+    ),
+    "concept_auroc_all_low": Column(_AUROC, "Lower end of its 95% interval over documents."),
+    "concept_auroc_all_high": Column(_AUROC, "Upper end."),
+    "concept_auroc_all_chosen": Column(
         _AUROC, "The same on the documents that chose: inflated by the choice."
     ),
     "monosemantic": Column("directions", f"Of the candidates, with held-out AUROC above {HIGH}."),
@@ -65,8 +76,9 @@ DICTIONARIES = {
         f"That tell two concepts without a common token, above {HIGH} on both halves.",
     ),
     "concepts_told": Column(
-        "concepts", f"Whose chosen direction has a held-out AUROC above {HIGH}."
+        "concepts", f"Told above {HIGH}, held out, by their chosen direction of the candidates."
     ),
+    "concepts_told_all": Column("concepts", "The same of all available directions."),
     "concepts": Column("concepts", "In the bank."),
     "tokens": Column("tokens", "Included positions of the held-out documents."),
     "documents": Column("documents", "Held out."),
@@ -90,10 +102,11 @@ CONCEPTS = {
     "concept": Column("name", "Label of the bank."),
     "kind": Column("name", "Of the label."),
     "positives": Column("tokens", "With the label, in the held-out documents."),
-    "direction": Column("index", "Chosen on the first half of the documents."),
+    "direction": Column("index", "Chosen on the first half, of all available ones."),
     "sign": DIRECTIONS["sign"],
     "auroc_chosen": DIRECTIONS["auroc_chosen"],
     "auroc": DIRECTIONS["auroc"],
+    "auroc_equal": Column(_AUROC, "Held out, of the direction chosen among the candidates."),
 }
 
 MARGINS = {
@@ -105,7 +118,14 @@ MARGINS = {
     "concept_auroc": Column(_AUROC, "Difference of the mean over concepts, held out."),
     "concept_auroc_low": Column(_AUROC, "Lower end of its 95% interval over documents, paired."),
     "concept_auroc_high": Column(_AUROC, "Upper end."),
+    "concept_auroc_all": Column(_AUROC, "The same with all available directions."),
+    "concept_auroc_all_low": Column(
+        _AUROC, "Lower end of its 95% interval over documents, paired."
+    ),
+    "concept_auroc_all_high": Column(_AUROC, "Upper end."),
 }
+
+MEANS = ("auroc", "concept_auroc", "concept_auroc_all")
 
 
 @dataclass(frozen=True)
@@ -116,14 +136,14 @@ class ConceptScores:
         dictionaries: a row per dictionary (DICTIONARIES).
         directions: a row per candidate direction (DIRECTIONS).
         concepts: a row per dictionary and concept (CONCEPTS).
-        influences: dictionary -> [document, 2] what each held-out document adds to the error of
-            auroc and of concept_auroc.
+        influences: dictionary -> [document, 3] what each held-out document adds to the error of
+            auroc, concept_auroc and concept_auroc_all.
     """
 
     dictionaries: pd.DataFrame
     directions: pd.DataFrame
     concepts: pd.DataFrame
-    influences: dict[str, Float64[np.ndarray, "document 2"]]
+    influences: dict[str, Float64[np.ndarray, "document 3"]]
 
     def margins(self, name: str) -> pd.DataFrame:
         """How much better one dictionary is than each other (MARGINS), paired by document.
@@ -136,14 +156,14 @@ class ConceptScores:
                 f"There is no dictionary {name!r}; there are {', '.join(self.influences)}."
             )
         table = self.dictionaries.set_index("dictionary")
-        means = {row: table.loc[row, ["auroc", "concept_auroc"]] for row in self.influences}
+        means = {row: table.loc[row, list(MEANS)] for row in self.influences}
         rows = []
         for other in self.influences:
             if other == name:
                 continue
             row: dict[str, Any] = {"dictionary": name, "against": other}
             apart = self.influences[name] - self.influences[other]
-            for i, column in enumerate(("auroc", "concept_auroc")):
+            for i, column in enumerate(MEANS):
                 difference = float(means[name][column] - means[other][column])
                 half = _half_width(apart[:, i])
                 row |= {
@@ -180,17 +200,17 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
     influences = {}
     for i, (name, x) in enumerate(rows.items()):
         rng = np.random.default_rng([seed, 12, i])
-        drawn = np.sort(rng.choice(varying[name], n, replace=False))
-        one = _Scored.of(x[:, drawn], concepts)
-        influences[name] = one.influences()
-        table = one.directions(name, drawn)
-        by_concept = one.concepts(name, drawn)
-        row: dict[str, Any] = {
-            "dictionary": name,
-            "available": len(varying[name]),
-            "candidates": n,
-        }
-        for j, (column, part) in enumerate((("auroc", table), ("concept_auroc", by_concept))):
+        available = varying[name]
+        drawn = np.sort(rng.choice(len(available), n, replace=False))
+        whole = _Scored.of(x[:, available], concepts)
+        equal = whole.taken(drawn)
+        table = equal.directions(name, available[drawn])
+        by_equal = equal.concepts(name, available[drawn])
+        by_concept = whole.concepts(name, available).assign(auroc_equal=by_equal["auroc"])
+        parted = (equal.influence(1), equal.influence(0), whole.influence(0))
+        influences[name] = np.stack(parted, axis=1)
+        row: dict[str, Any] = {"dictionary": name, "available": len(available), "candidates": n}
+        for j, (column, part) in enumerate(zip(MEANS, (table, by_equal, by_concept), strict=True)):
             mean, half = float(part["auroc"].to_numpy().mean()), _half_width(influences[name][:, j])
             row |= {
                 column: mean,
@@ -203,7 +223,8 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
             "monosemantic": int(told.sum()),
             "monosemantic_share": float(told.mean()),
             "multi_concept_share": float(table["multi_concept"].to_numpy().mean()),
-            "concepts_told": int((by_concept["auroc"].to_numpy() > HIGH).sum()),
+            "concepts_told": int((by_equal["auroc"].to_numpy() > HIGH).sum()),
+            "concepts_told_all": int((by_concept["auroc"].to_numpy() > HIGH).sum()),
             "concepts": len(concepts.names),
             "tokens": int((~first).sum()),
             "documents": len(influences[name]),
@@ -239,9 +260,9 @@ def _varying(name: str, activations: Any, first: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Scored:
-    """AUROCs of one dictionary's candidates on both halves, [direction, concept]."""
+    """AUROCs of some directions on both halves, [direction, concept]."""
 
-    held_out: Any  # activations [token, direction] of the second half
+    held_out: Any  # activations [token, direction] of the second half, by columns if sparse
     bank: Concepts
     chosen: np.ndarray
     held: np.ndarray
@@ -250,12 +271,18 @@ class _Scored:
     def of(cls, activations: Any, bank: Concepts) -> _Scored:
         first = bank.first_half
         held_out = activations[~first]
+        if sparse.issparse(held_out):
+            held_out = sparse.csc_array(held_out)
         return cls(
             held_out,
             bank,
             chosen=auroc(activations[first], bank.labels[first]),
             held=auroc(held_out, bank.labels[~first]),
         )
+
+    def taken(self, rows: np.ndarray) -> _Scored:
+        """Some of the directions."""
+        return _Scored(self.held_out[:, rows], self.bank, self.chosen[rows], self.held[rows])
 
     def _pairs(self, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Direction, concept and sign of the best pairs: per direction (axis 1) or concept (0)."""
@@ -302,25 +329,18 @@ class _Scored:
             }
         )
 
-    def influences(self) -> np.ndarray:
-        """[document, 2] of the mean over directions and over concepts, on the held-out half."""
-        bank = self.bank
-        labels, document = bank.labels[~bank.first_half], bank.document[~bank.first_half]
-        _, row = np.unique(document, return_inverse=True)
-        columns = sparse.csc_array(self.held_out) if sparse.issparse(self.held_out) else None
-        out = np.zeros((row.max() + 1, 2))
-        for axis in (1, 0):
-            pairs = self._pairs(axis)
-            total = np.zeros(len(row))
-            for direction, concept, sign in zip(*pairs, strict=True):
-                x = (
-                    self.held_out[:, direction]
-                    if columns is None
-                    else columns[:, [direction]].toarray()[:, 0]
-                )
-                total += sign * influence(x, labels[:, concept])
-            out[:, 1 - axis] = np.bincount(row, total / len(pairs[0]))
-        return out
+    def influence(self, axis: int) -> np.ndarray:
+        """[document] what each adds to the error of the mean over directions (1), concepts (0)."""
+        held = ~self.bank.first_half
+        labels = self.bank.labels[held]
+        _, row = np.unique(self.bank.document[held], return_inverse=True)
+        total = np.zeros(len(row))
+        pairs = self._pairs(axis)
+        for direction, concept, sign in zip(*pairs, strict=True):
+            x = self.held_out[:, [direction]]
+            x = (x.toarray() if sparse.issparse(x) else x)[:, 0]
+            total += sign * influence(x, labels[:, concept])
+        return np.bincount(row, total / len(pairs[0]))
 
 
 def _signed(areas: np.ndarray, sign: np.ndarray) -> np.ndarray:

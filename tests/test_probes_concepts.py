@@ -1,5 +1,7 @@
 """Concept scores: sklearn as the oracle, noise at 0.5, planted concepts found, honest intervals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -178,6 +180,7 @@ def test_noise_scores_one_half_held_out(concepts):
         assert row["auroc_chosen"] > (0.56 if row["dictionary"] == "dense" else 0.52)
         assert row["auroc_low"] < 0.5 < row["auroc_high"]
         assert row["concept_auroc_low"] < 0.5 < row["concept_auroc_high"]
+        assert row["concept_auroc_all"] == pytest.approx(row["concept_auroc"])
         assert row["auroc_high"] - row["auroc_low"] < 0.02
         assert row["auroc"] == pytest.approx(0.5, abs=0.01)
         assert row["monosemantic"] == 0 and row["multi_concept_share"] == 0
@@ -213,35 +216,43 @@ def test_planted_concepts_are_found(concepts):
 
 
 def test_planted_features_beat_what_they_are_mixed_in(concepts):
-    """24 concepts as directions in 12 dimensions: features tell them, dimensions do not.
+    """22 concepts as directions in 6 dimensions: features tell them, dimensions do not.
 
-    Margins stated in advance: 0.15 per concept over neurons, PCA and random directions.
+    The margins asked for: 0.05 per direction, and per concept with all directions.
     """
     rng = np.random.default_rng(10)
-    names = [i for i, kind in enumerate(concepts.kinds) if kind in ("word", "word before")][:24]
+    names = [i for i, kind in enumerate(concepts.kinds) if kind in ("word", "word before")]
     planted = concepts.labels[:, names] * rng.uniform(1, 2, (len(concepts.document), len(names)))
-    directions = rng.normal(size=(len(names), 12))
+    directions = rng.normal(size=(len(names), 6))
     x = planted @ (directions / np.linalg.norm(directions, axis=1, keepdims=True))
     x += 0.05 * rng.normal(size=x.shape)
     _, _, components = np.linalg.svd(x - x.mean(0), full_matrices=False)
-    found = score(
-        {
-            "features": sparse.csr_array(planted),
-            "neurons": x,
-            "pca": x @ components.T,
-            "random": x @ rng.normal(size=(12, 12)),
-        },
+    made = {
+        "features": sparse.csr_array(planted),
+        "neurons": x,
+        "pca": x @ components.T,
+        "random": x @ rng.normal(size=(6, len(names))),
+    }
+    of_these = dataclasses.replace(
         concepts,
+        names=[concepts.names[i] for i in names],
+        kinds=[concepts.kinds[i] for i in names],
+        labels=concepts.labels[:, names],
     )
+    found = score(made, of_these)
     table = found.dictionaries.set_index("dictionary")
-    assert len(names) >= 20 and (table["candidates"] == 12).all()
-    assert table.loc["features", "monosemantic"] == 12
-    assert table.loc[["neurons", "pca", "random"], "monosemantic_share"].max() < 0.5
-    margins = found.margins("features").set_index("against")
-    assert (margins["auroc_low"] > 0.1).all()
-    told = found.concepts[found.concepts["concept"].isin([concepts.names[i] for i in names])]
-    best = told.groupby("dictionary")["auroc"].max()
-    assert best["features"] == 1
+    assert len(names) >= 20 and (table["candidates"] == 6).all()
+    assert table["available"].tolist() == [len(names), 6, 6, len(names)]
+    assert table.loc["features", "monosemantic_share"] == 1
+    assert table.loc["features", "concepts_told_all"] == len(names)
+    assert table.loc["features", "concept_auroc_all"] == pytest.approx(1)
+    # Six features tell six concepts, and little of the others: what equal numbers cost them.
+    assert table.loc["features", "concepts_told"] == 6
+    margins = found.margins("features")
+    assert (margins["auroc_low"] > 0.05).all()
+    assert (margins["concept_auroc_all_low"] > 0.05).all()
+    small = found.concepts[found.concepts["dictionary"] == "neurons"]
+    assert (small["auroc"] == small["auroc_equal"]).all()  # all six are candidates
 
 
 def test_areas_are_those_of_the_halves(concepts):
