@@ -44,7 +44,12 @@ def checks(
         row = {"check": what, "expected": expected, "found": found, "within": within}
         rows.append(row | {"agrees": bool(agrees)})
 
-    check("dense: D* (dimensions are not shared)", 1.0, float(sweep["d_star"].to_numpy()[0]), 0.1)
+    check(
+        "dense: D* (no more stored than dimensions, as PCA)",
+        1.0,
+        float(sweep["d_star"].to_numpy()[0]),
+        0.1,
+    )
     dense = unequal[unequal["density"] == 1.0]
     kept = np.argsort(-np.asarray(dense["square"]))[:5]
     check("dense, unequal importance: most important 5 of 20 kept", 5.0, int((kept < 5).sum()), 0)

@@ -24,9 +24,10 @@ def findings(result: Result) -> list[str]:
     ]
     out.append(
         f"{n} equally important features in {m} dimensions: dense, D* = m/|W|_F^2 is "
-        f"{unsigned(summary.get('dense_d_star'), 2)} (features do not share dimensions; theory: "
-        f"1); at density {unsigned(summary.get('pairs_density'), 2)} they lie in antipodal pairs, "
-        f"D* {unsigned(summary.get('pairs_d_star'), 3)} (theory: 1/2); sparser, up to "
+        f"{unsigned(summary.get('dense_d_star'), 2)} (no more is stored than there are "
+        "dimensions, as in PCA; theory: 1); at density "
+        f"{unsigned(summary.get('pairs_density'), 2)} they lie in antipodal pairs, D* "
+        f"{unsigned(summary.get('pairs_d_star'), 3)} (theory: 1/2); sparser, up to "
         f"{count(summary.get('most_represented'))} features are represented."
     )
     return out
@@ -81,7 +82,11 @@ def _sweep(result: Result) -> Digest:
         )
     )
     head = ("density", "represented", "D*", "pairs", "median D", "loss")
-    note = "density: 1 - sparsity. D*: m/|W|_F^2. D: dimensions a represented feature has."
+    note = (
+        "density: 1 - sparsity. D*: m/|W|_F^2. D: dimensions a represented feature has (|W_i|^2 "
+        "above 0.5). At density 1 equally important features get an even share each (|W_i|^2 = "
+        "m/n), so that none may count as represented."
+    )
     n, m = (count(number(result.config.get(key))) for key in ("features", "dimensions"))
     return Digest(f"{n} features in {m} dimensions, by density", head, rows, note)
 
