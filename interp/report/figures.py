@@ -8,7 +8,13 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from interp.errors import InterpError
-from interp.report import asymmetry_figures, ffn_keys_figures, heads_figures, qkv_figures
+from interp.report import (
+    asymmetry_figures,
+    ffn_keys_figures,
+    heads_figures,
+    qkv_figures,
+    toy_figures,
+)
 from interp.report.spec import FigureSpec
 from interp.results import Result
 
@@ -17,6 +23,7 @@ FIGURES: Mapping[str, Mapping[str, FigureSpec]] = {
     "asymmetry": asymmetry_figures.FIGURES,
     "ffn-keys": ffn_keys_figures.FIGURES,
     "qkv": qkv_figures.FIGURES,
+    "superposition-toy": toy_figures.FIGURES,
 }
 
 
