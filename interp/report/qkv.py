@@ -74,12 +74,14 @@ def _ranking(result: Result) -> list[str]:
         if not layers or share is None:
             continue
         more = round(share * layers)
-        if more >= AGREE * layers:
-            verdict = f"{first} is worth more than {second} in this sense, in this model"
-        elif layers - more >= AGREE * layers:
-            verdict = f"{second} is worth more than {first} in this sense, in this model"
-        else:
+        side = 1 if more >= AGREE * layers else -1 if layers - more >= AGREE * layers else 0
+        if side == 0:
             verdict = "the layers do not agree: no ranking"
+        elif _side(found) != side:
+            verdict = "the layers agree, but all of them at once do not bear it out: no ranking"
+        else:
+            above, below = (first, second) if side > 0 else (second, first)
+            verdict = f"{above} is worth more than {below} in this sense, in this model"
         gap = number(found.get("difference"))
         together = ""
         if gap is not None:
@@ -92,6 +94,14 @@ def _ranking(result: Result) -> list[str]:
             f"{together}. With {percent(AGREE)} of layers as the bar: {verdict}."
         )
     return out
+
+
+def _side(found: Mapping[str, Any]) -> int:
+    """On which side of 0 an interval lies; 0 where it holds 0 or is not known."""
+    low, high = number(found.get("ci_low")), number(found.get("ci_high"))
+    if low is None or high is None:
+        return 0
+    return 1 if low > 0 else -1 if high < 0 else 0
 
 
 def _noise(result: Result) -> str | None:
@@ -120,12 +130,8 @@ def _sharing(result: Result) -> str | None:
     if {"q", "k", "v"} <= one.keys():
         q = one["q"]
         sides = {n: _apart(one[n], q) for n in ("k", "v")}
-        cheaper = [SHARED[n] for n, side in sides.items() if side < 0]
-        dearer = [SHARED[n] for n, side in sides.items() if side > 0]
-        told = [f"sharing {' and '.join(cheaper)} costs less than sharing Q"] if cheaper else []
-        told += [f"sharing {' and '.join(dearer)} costs more than sharing Q"] if dearer else []
-        unsure = [SHARED[n] for n, side in sides.items() if side == 0]
-        told += [f"{' and '.join(unsure)} cannot be told from Q"] if unsure else []
+        words = {-1: "costs less than", 0: "cannot be told from", 1: "costs more than"}
+        told = [f"sharing {SHARED[n]} alone {words[side]} sharing Q" for n, side in sides.items()]
         text += f" By these intervals {'; '.join(told)}."
     return text
 
