@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from interp.analyzers.ffn_keys import ffn_keys
     from interp.analyzers.heads import heads
     from interp.model import Model, load_model
+    from interp.pruned import load_pruned
     from interp.results import Result, load_result
     from interp.text import Text, load_text
 
@@ -32,6 +33,7 @@ _PUBLIC = {
     "heads": "interp.analyzers.heads",
     "load_model": "interp.model",
     "Model": "interp.model",
+    "load_pruned": "interp.pruned",
     "load_text": "interp.text",
     "Text": "interp.text",
     "load_result": "interp.results",
@@ -48,6 +50,7 @@ __all__ = [
     "ffn_keys",
     "heads",
     "load_model",
+    "load_pruned",
     "load_result",
     "load_text",
 ]

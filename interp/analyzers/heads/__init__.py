@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from interp import hooks
-from interp.analyzers.heads import curve, importance, measure, tables
+from interp.analyzers.heads import curve, cutting, export, importance, measure, tables
 from interp.analyzers.heads.measure import Sweep
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import HeadsConfig, with_options
@@ -40,22 +40,34 @@ HELD_OUT_HEADS = 5
 """Heads at each end of the exact ranking that are measured again on other documents."""
 
 
-def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **options: Any) -> Result:
-    """Measure head importance, exact removal effects and the pruning curve.
+def heads(
+    model: Model,
+    text: Text,
+    config: HeadsConfig | None = None,
+    /,
+    *,
+    overwrite: bool = False,
+    command: str | None = None,
+    **options: Any,
+) -> Result:
+    """Measure head importance, exact removal effects and the pruning curve; cut heads out.
 
     Args:
         model: from `load_model`.
         text: from `load_text`, tokenised for the same model.
         config: all options at once, or
         **options: fields of `HeadsConfig` by name (`prune=True, exact=True, ...`).
+        overwrite: with export, replace a checkpoint that was exported there before.
+        command: with export, the command line that the model card shows.
 
     Returns:
-        A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`.
-        Interrupted with Ctrl-C it holds what was measured so far and `complete` is False.
+        A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`,
+        with export `speed`. Interrupted with Ctrl-C it holds what was measured so far and
+        `complete` is False.
 
     Raises:
-        InterpError: an unknown option, a model without per-head attention outputs, or a
-            non-finite loss.
+        InterpError: an unknown option, a model without per-head attention outputs, a non-finite
+            loss, or heads that cannot be cut out.
 
     Source: Michel et al. (2019), arXiv:1905.10650.
     """
@@ -68,10 +80,14 @@ def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **opti
             f"--ablation {config.ablation} takes what stands in for a head from other documents, "
             "and there is one only. Give more documents, or use --ablation zero."
         )
+    if config.export is not None:
+        export.refuse_early(model, config, overwrite)
     run = _Run(model, text, config)
     try:
         with model.measuring():
             run.measure()
+            if config.export is not None:
+                run.cut_out(overwrite, command)
     except KeyboardInterrupt:
         if run.gradients is None:
             raise
@@ -117,12 +133,11 @@ class _Run:
         self.interaction: list[dict[str, Any]] = []
         self.held_out: dict[str, list[dict[str, Any]]] = {}
         self.group = model.cfg.n_heads // model.cfg.n_kv_heads if config.unit == "kv" else 1
-        self.units = curve.units(model.cfg.n_layers, model.cfg.n_heads, self.group)
-        self.all_heads = [
-            (layer, head)
-            for layer in range(model.cfg.n_layers)
-            for head in range(model.cfg.n_heads)
-        ]
+        cfg = model.cfg
+        # With gaps where heads were cut out of the checkpoint: aligned with scores [layer, unit].
+        self.units = curve.units(cfg.n_layers, cfg.n_heads, self.group, set(cfg.removed))
+        self.all_heads = cfg.heads()
+        self.cut: cutting.Cut | None = None
         self._choose_documents()
         self.notices += hooks.foreign_notices(model)
 
@@ -262,26 +277,28 @@ class _Run:
 
     def _measure_curve(self) -> None:
         assert self.gradients is not None
-        config, model, n = self.config, self.model, len(self.units)
+        config, n = self.config, sum(map(bool, self.units))
         raw = curve.importance_of_units(self.gradients.xi, self.group)
         by_norm = curve.ascending(curve.normalised(raw), self.units)
         counts = curve.step_counts(n, config.step)
+        if config.fraction is not None:
+            counts = sorted({*counts, round(config.fraction * n)})
         self.orders = [
             curve.Order("importance", None, by_norm, counts),
             curve.Order("raw", None, curve.ascending(raw, self.units), counts),
             curve.Order("compensated", None, by_norm, counts, mode="bias"),
         ]
         if self.exact is not None:
-            own = self.exact.delta[self.choosing].mean(0)
-            own = own.reshape(model.cfg.n_layers, -1, self.group).sum(-1)
+            own = self._own_of_units(self.exact.delta[self.choosing].mean(0))
             self.orders.append(curve.Order("exact", None, curve.ascending(own, self.units), counts))
         if config.rescore:
             self.orders.append(self._rescored(counts))
         seeds = [np.random.default_rng([config.seed, i]) for i in range(curve.RANDOM_SEEDS)]
-        shuffled = [[self.units[j] for j in rng.permutation(n)] for rng in seeds]
+        there = [unit for unit in self.units if unit]
+        shuffled = [[there[j] for j in rng.permutation(n)] for rng in seeds]
         some = curve.random_counts(n)
         members = [curve.Order("random", i, us, some) for i, us in enumerate(shuffled)]
-        self.orders.append(curve.Order("random", None, self.units, some, members=members))
+        self.orders.append(curve.Order("random", None, there, some, members=members))
 
         def on_judge(removals: list[Removal], what: str) -> Sweep:
             found = measure.empty_sweep(len(self.judge), len(removals), kl=False)
@@ -297,12 +314,18 @@ class _Run:
         if not self.complete:
             raise KeyboardInterrupt
         growing = measure.Growing(
-            model, self.judge, config.batch_size, self.gradients, config.progress
+            self.model, self.judge, config.batch_size, self.gradients, config.progress
         )
+        limits = [*curve.LIMITS, *([config.max_loss] if config.max_loss is not None else [])]
         for order in self.orders:
-            curve.refine(order, growing)
+            curve.refine(order, growing, limits if order.name != "random" else curve.LIMITS)
         if self.exact is not None:
             self._measure_interaction(self.orders[0])
+
+    def _own_of_units(self, own: np.ndarray) -> np.ndarray:
+        """[unit] sums of what every head [head] does alone."""
+        place = {head: i for i, head in enumerate(self.all_heads)}
+        return np.array([sum(own[place[head]] for head in unit) for unit in self.units])
 
     def _rescored(self, counts: list[int]) -> curve.Order:
         """Importance estimated again, on the choosing documents, after every step."""
@@ -347,6 +370,13 @@ class _Run:
                     "ci_high": gap.high,
                 }
             )
+
+    def cut_out(self, overwrite: bool, command: str | None) -> None:
+        """Write the checkpoint; where that fails, what was measured is not lost."""
+        try:
+            self.cut = cutting.cut_out(self, overwrite, command)
+        except (InterpError, RuntimeError) as error:  # the latter: out of memory, above all
+            self.notices.append(f"No checkpoint was written: {error}")
 
     def result(self) -> Result:
         """Tables, summary and provenance."""

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve
+from interp.analyzers.heads import curve, speed
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -114,6 +114,12 @@ SUMMARY_COLUMNS = {
     "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
     "rank_correlation": Column("Spearman rho", "Over heads."),
     "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "export": Column(
+        "mixed",
+        "The written checkpoint: heads cut out, loss before and after (nats per token, paired by "
+        "document), parameters, bytes of the KV cache per token, largest relative difference of "
+        "its logits from the masked model's.",
+    ),
     "interaction": Column(
         NATS, "Joint loss change at each step minus the sum of its heads' own, same documents."
     ),
@@ -140,6 +146,10 @@ def assemble(run: _Run) -> Result:
             tables["refine"] = refined
             columns["refine"] = PRUNE_COLUMNS
     summary = _summary(run, tables["heads"], measured)
+    if run.cut is not None:
+        summary["export"] = run.cut.summary()
+        tables["speed"] = speed.table(run.cut.timings)
+        columns["speed"] = speed.SPEED_COLUMNS
     return Result(
         analyzer="heads",
         config=dataclasses.asdict(run.config),
@@ -189,6 +199,7 @@ def _heads_table(run: _Run) -> pd.DataFrame:
             "importance_token": run.gradients.token.mean(0).ravel(),
         }
     )
+    table = table.loc[[layer * layers.shape[1] + head for layer, head in run.all_heads]]
     if run.exact is not None:
         table = table.assign(**_exact_columns(run))
     return table
