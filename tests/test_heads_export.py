@@ -19,7 +19,7 @@ from tests import oracle, tiny
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Two rounds of timing; nothing here depends on how long anything takes."""
-    for name, value in (("FEWEST", 1), ("MOST", 2), ("SECONDS", 0.0), ("NEW", 2)):
+    for name, value in (("FEWEST", 1), ("MOST", 2), ("SECONDS", 40.0), ("NEW", 2)):
         monkeypatch.setattr(speed, name, value)
 
 
@@ -39,7 +39,7 @@ def measured(load, many, tmp_path_factory):
             text = load_text(many, model, documents=8, context=64)
             folder = tmp_path_factory.mktemp("export") / family
             old = speed.FEWEST, speed.MOST, speed.SECONDS, speed.NEW
-            speed.FEWEST, speed.MOST, speed.SECONDS, speed.NEW = 1, 2, 0.0, 2
+            speed.FEWEST, speed.MOST, speed.SECONDS, speed.NEW = 1, 2, 40.0, 2
             try:
                 unit = "kv" if family.startswith("llama") else "head"
                 result = run(model, text, prune=True, export=folder, fraction=0.4, unit=unit)
@@ -146,6 +146,17 @@ def test_speed_is_the_ratio_of_pairs():
     assert prefill["original"] == 64 and prefill["verdict"] == "slower"
     even = speed.Timing("prefill", 2, 32, 0, np.array([1.0, 2.0]), np.array([2.0, 1.0])).row()
     assert even["verdict"] == "no difference"
+
+
+def test_a_setting_that_takes_too_long_is_left_out(load, many, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    model, _ = load("gpt2")
+    text = load_text(many, model, documents=4, context=64)
+    result = run(model, text, export=tmp_path / "p", heads="0.0")
+    assert len(result.tables["speed"]) == 0
+    assert any("Speed is measured at 0 of 4 settings" in n for n in result.notices)
+    assert "KV cache" in (tmp_path / "p" / "README.md").read_text()
+    assert "could not be drawn" not in report.render([result])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

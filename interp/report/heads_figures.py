@@ -142,6 +142,9 @@ def _map(
     layers, heads = _shape(result, table)
     values = np.full((layers, heads), np.nan)
     hover = np.full((layers, heads), "not measured", dtype=object)
+    cut = [tuple(head) for head in result.model.get("removed") or []]
+    for head in cut:
+        hover[head] = f"head {head_label(*head)} was cut out of the checkpoint"
     n = documents(result)
     for row in table.itertuples(index=False):
         here = int(row.layer), int(row.head)  # type: ignore[arg-type]
@@ -168,9 +171,11 @@ def _map(
     marked = _material(table, *ends) if ends else None
     parts = [model_name(result), n]
     measured = int(np.isfinite(values).sum())
-    if measured < values.size:
+    if measured < values.size - len(cut):
         why = "" if result.complete else "interrupted: "
-        parts.append(f"{why}{measured} of {values.size} heads measured")
+        parts.append(f"{why}{measured} of {values.size - len(cut)} heads measured")
+    if cut:
+        parts.append(f"blank: {len(cut)} heads cut out of the checkpoint")
     if marked is not None and len(marked):
         figure.add_scatter(
             x=marked["head"],

@@ -137,9 +137,12 @@ def _speed(run: _Run, made: Cut) -> str:
         for row in (t.row() for t in made.timings)
     ]
     head = ("phase", "batch", "tokens/s before", "after", "speed-up", "rounds", "verdict")
+    counted = _table(("", "before", "after", "ratio"), sizes)
+    if not times:
+        return counted
     prompt = made.timings[0].prompt
     return (
-        _table(("", "before", "after", "ratio"), sizes)
+        counted
         + f"\n\nSpeed on {run.model.device.type}, {run.model.describe()['dtype']}, prompts of "
         f"{prompt} random tokens, both models timed in turn within about {SECONDS:g} s; speed-up: "
         "median over rounds, with its quartiles.\n\n" + _table(head, times) + "\n"

@@ -176,6 +176,11 @@ def _told(made: Cut) -> list[str]:
         + ("uneven layers." if len(set(_left(made))) > 1 else "fewer heads in this family.")
     ]
     rows = [t.row() for t in made.timings]
+    if len(rows) < speed.SETTINGS:
+        out.append(
+            f"Speed is measured at {len(rows)} of {speed.SETTINGS} settings: one round of the "
+            f"others takes longer than {speed.SECONDS / speed.SETTINGS:g} s on this machine."
+        )
     slow = [f"{r['phase']} at batch {r['batch']}" for r in rows if r["verdict"] != "faster"]
     if slow:
         before, after = made.sizes["weights_per_token"]

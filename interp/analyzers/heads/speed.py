@@ -24,9 +24,13 @@ from interp.results import Column
 PROMPT, NEW = 128, 16
 """Tokens of the prompt, and tokens decoded after it; half of that where the context is short."""
 BATCHES = (1, 16)
+PHASES = ("prefill", "decode")
+SETTINGS = len(BATCHES) * len(PHASES)
 SECONDS = 60.0
-"""Spent on measuring at most, all settings together, once each has FEWEST rounds."""
-FEWEST, MOST = 5, 25
+"""Spent on all settings together, an equal part on each: more only for the last of FEWEST rounds.
+A setting of which one pair takes longer than its part is left out.
+"""
+FEWEST, MOST = 3, 25
 """Rounds of a setting."""
 
 SPEED_COLUMNS = {
@@ -126,26 +130,20 @@ def measure(original: Any, pruned: Any, vocabulary: int, context: int, progress:
     """
     prompt = min(PROMPT, max(1, context // 2))
     new = min(NEW, max(1, context // 4))
-    settings = [(batch, phase) for batch in BATCHES for phase in ("prefill", "decode")]
-    bar = track(len(settings), "speed", progress)
+    settings = [(batch, phase) for batch in BATCHES for phase in PHASES]
+    bar = track(SETTINGS, "speed", progress)
     out = []
     for batch, phase in settings:
         generator = torch.Generator().manual_seed(batch)
         ids = torch.randint(vocabulary, (batch, prompt), generator=generator).to(original.device)
         times: tuple[list[float], list[float]] = ([], [])
-        for seconds in _rounds((original, pruned), ids, phase, new, SECONDS / len(settings)):
+        for seconds in _rounds((original, pruned), ids, phase, new, SECONDS / SETTINGS):
             for one, value in zip(times, seconds, strict=True):
                 one.append(value)
-        out.append(
-            Timing(
-                phase,
-                batch,
-                prompt,
-                new if phase == "decode" else 0,
-                np.array(times[0]),
-                np.array(times[1]),
-            )
-        )
+        if times[0]:
+            decoded = new if phase == "decode" else 0
+            pair = (np.array(seconds) for seconds in times)
+            out.append(Timing(phase, batch, prompt, decoded, *pair))
         bar.update(1)
     bar.close()
     return out
@@ -159,11 +157,12 @@ def table(timings: list[Timing]) -> pd.DataFrame:
 def _rounds(
     models: tuple[Any, Any], ids: torch.Tensor, phase: str, new: int, budget: float
 ) -> Iterator[tuple[float, float]]:
-    """Seconds of both models, one pair per round; the first pair of all is not counted."""
+    """Seconds of both models, one pair per round; a first pair warms up and is not counted."""
     run = _prefill if phase == "prefill" else _decode
     began = time.perf_counter()
     for i in range(-1, MOST):
-        if i >= FEWEST and time.perf_counter() - began > budget:
+        enough = i == 0 or i >= FEWEST  # to stop at: nothing yet, or a spread
+        if enough and time.perf_counter() - began > budget:
             return
         order = (0, 1) if i % 2 else (1, 0)
         seconds = [0.0, 0.0]
