@@ -214,6 +214,8 @@ class HeadsConfig(RunOptions):
     """Remove every head alone and test the loss change. Slow; says how slow."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """With --exact, replace z by zero, others' mean, or another document's."""
+    keep_one: bool = False
+    """For each layer, remove all heads but the best one. Costs what --exact does."""
     export: Path | None = None
     """Write a checkpoint without these heads here: --fraction, --heads or --max-loss."""
     fraction: float | None = None

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from interp import hooks
-from interp.analyzers.heads import curve, cutting, export, importance, measure, tables
+from interp.analyzers.heads import curve, cutting, export, importance, keepone, measure, tables
 from interp.analyzers.heads.measure import Sweep
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import HeadsConfig, with_options
@@ -137,6 +137,7 @@ class _Run:
         # With gaps where heads were cut out of the checkpoint: aligned with scores [layer, unit].
         self.units = curve.units(cfg.n_layers, cfg.n_heads, self.group, set(cfg.removed))
         self.all_heads = cfg.heads()
+        self.keep_one: keepone.KeepOne | None = None
         self.cut: cutting.Cut | None = None
         self._choose_documents()
         self.notices += hooks.foreign_notices(model)
@@ -145,7 +146,7 @@ class _Run:
         """Where an order is chosen by measuring, its curve comes from other documents."""
         self.judge = self.text  # documents of the curve and of held-out estimates
         self.choosing = np.arange(len(self.text))  # rows of self.text that choose
-        if not (self.config.exact or self.config.rescore):
+        if not (self.config.exact or self.config.rescore or self.config.keep_one):
             return
         try:
             held_out = self.text.held_out(len(self.text))
@@ -176,6 +177,8 @@ class _Run:
         )
         if config.exact:
             self._measure_exact()
+        if config.keep_one:
+            self.keep_one = keepone.measure(self)
         if config.prune or config.rescore:
             self._measure_curve()
 

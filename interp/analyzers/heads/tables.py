@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve, speed
+from interp.analyzers.heads import curve, keepone, speed
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -114,6 +114,11 @@ SUMMARY_COLUMNS = {
     "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
     "rank_correlation": Column("Spearman rho", "Over heads."),
     "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "keep_one": Column(
+        "mixed",
+        "Layers by verdict with only their best head left; Gini coefficient of the loss change "
+        "over layers, beside that of layers that all cost the same (null); documents behind both.",
+    ),
     "export": Column(
         "mixed",
         "The written checkpoint: heads cut out, loss before and after (nats per token, paired by "
@@ -146,6 +151,10 @@ def assemble(run: _Run) -> Result:
             tables["refine"] = refined
             columns["refine"] = PRUNE_COLUMNS
     summary = _summary(run, tables["heads"], measured)
+    if run.keep_one is not None:
+        summary["keep_one"] = keepone.summary(run.keep_one, run)
+        tables["keep_one"] = keepone.table(run.keep_one)
+        columns["keep_one"] = keepone.COLUMNS
     if run.cut is not None:
         summary["export"] = run.cut.summary()
         tables["speed"] = speed.table(run.cut.timings)
