@@ -214,6 +214,8 @@ class HeadsConfig(RunOptions):
     """Remove every head alone and test the loss change. Slow; says how slow."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """With --exact, replace z by zero, others' mean, or another document's."""
+    roles: bool = False
+    """Add where each head looks (induction, previous token, ...), against chance."""
     keep_one: bool = False
     """For each layer, remove all heads but the best one. Costs what --exact does."""
     export: Path | None = None

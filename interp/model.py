@@ -244,6 +244,35 @@ def load_model(
     return model
 
 
+def untrained(model: Model, seed: int) -> Model:
+    """A model of the same shape with the weights that training starts from: a null model.
+
+    Args:
+        model: whose architecture, tokenizer, device and dtype.
+        seed: of the weights; torch's own random state is left as it was.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.bridge.original_model.config)
+    if hasattr(config, pruned.KEY):
+        delattr(config, pruned.KEY)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), checkpoint.quiet():
+        torch.manual_seed(seed)
+        fresh = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation="eager"
+        )
+        found = names.Found(
+            f"untrained {model.name}",
+            model.folder,
+            source=model.source,
+            bos_token_id=model.bos_token_id,
+            bos_default=model.bos_default,
+        )
+        return _bridge(
+            fresh.to(model.device).eval(), model.tokenizer, model.device, found, model.folder
+        )
+
+
 def _bridge(
     hf_model: Any, tokenizer: Any, device: torch.device, found: names.Found, folder: Path
 ) -> Model:

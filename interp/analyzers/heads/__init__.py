@@ -26,7 +26,16 @@ from typing import Any
 import numpy as np
 
 from interp import hooks
-from interp.analyzers.heads import curve, cutting, export, importance, keepone, measure, tables
+from interp.analyzers.heads import (
+    curve,
+    cutting,
+    export,
+    importance,
+    keepone,
+    measure,
+    roles,
+    tables,
+)
 from interp.analyzers.heads.measure import Sweep
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import HeadsConfig, with_options
@@ -74,7 +83,7 @@ def heads(
     config = with_options(HeadsConfig, config, options)
     expect_model(model)
     expect_text(text)
-    hooks.require(model, "z", "attn_out")
+    hooks.require(model, "z", "attn_out", *(["pattern"] if config.roles else []))
     if config.exact and config.ablation != "zero" and len(text) < 2:
         raise InterpError(
             f"--ablation {config.ablation} takes what stands in for a head from other documents, "
@@ -137,6 +146,9 @@ class _Run:
         # With gaps where heads were cut out of the checkpoint: aligned with scores [layer, unit].
         self.units = curve.units(cfg.n_layers, cfg.n_heads, self.group, set(cfg.removed))
         self.all_heads = cfg.heads()
+        self.roles: roles.Roles | None = None
+        # Made first, so that a context too short for them is told before anything is measured.
+        self.sequences = roles.repeated(model, text, config.seed) if config.roles else None
         self.keep_one: keepone.KeepOne | None = None
         self.cut: cutting.Cut | None = None
         self._choose_documents()
@@ -175,6 +187,8 @@ class _Run:
         self.gradients = importance.gradients(
             model, self.text, config.batch_size, progress=config.progress
         )
+        if config.roles:
+            self.roles = roles.measure(self)
         if config.exact:
             self._measure_exact()
         if config.keep_one:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve, keepone, speed
+from interp.analyzers.heads import curve, keepone, roles, speed
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -114,6 +114,12 @@ SUMMARY_COLUMNS = {
     "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
     "rank_correlation": Column("Spearman rho", "Over heads."),
     "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "roles": Column(
+        "mixed",
+        "Heads by role, with their mean importance and loss change (nats per token); scores of an "
+        "untrained model; Spearman's rho of importance, loss change and KL over heads, between "
+        "text and repeated random tokens and between halves of the text.",
+    ),
     "keep_one": Column(
         "mixed",
         "Layers by verdict with only their best head left; Gini coefficient of the loss change "
@@ -140,7 +146,7 @@ def assemble(run: _Run) -> Result:
     """Everything a run has measured, as a Result."""
     assert run.gradients is not None
     tables = {"heads": _heads_table(run)}
-    columns = {"heads": described(tables["heads"], HEADS_COLUMNS)}
+    columns = {"heads": described(tables["heads"], HEADS_COLUMNS | roles.COLUMNS)}
     measured = [order for order in run.orders if order.points]
     if measured:
         assert run.baseline is not None
@@ -151,6 +157,8 @@ def assemble(run: _Run) -> Result:
             tables["refine"] = refined
             columns["refine"] = PRUNE_COLUMNS
     summary = _summary(run, tables["heads"], measured)
+    if run.roles is not None:
+        summary["roles"] = roles.summary(run, run.roles, tables["heads"])
     if run.keep_one is not None:
         summary["keep_one"] = keepone.summary(run.keep_one, run)
         tables["keep_one"] = keepone.table(run.keep_one)
@@ -211,6 +219,9 @@ def _heads_table(run: _Run) -> pd.DataFrame:
     table = table.loc[[layer * layers.shape[1] + head for layer, head in run.all_heads]]
     if run.exact is not None:
         table = table.assign(**_exact_columns(run))
+    if run.roles is not None:
+        at = table["layer"].to_numpy(), table["head"].to_numpy()
+        table = table.assign(**{name: v[at] for name, v in roles.columns(run.roles).items()})
     return table
 
 
