@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from interp import pruned
+from interp import pruned, pruning
 from interp.errors import InterpError
 from interp.hub import INDEX, has_tokenizer, weight_files
 
@@ -41,7 +41,7 @@ def load(
     """
     config = _decoder_config(folder, name)
     check_weights(folder, name, allow_pickle)
-    removed = pruned.of_config(config)
+    removed = pruning.of_config(config)
     hf_model, unread = _from_pretrained(folder, name, config, dtype, allow_pickle)
     if removed is not None:
         pruned.expand(hf_model, removed)
@@ -50,7 +50,7 @@ def load(
     return hf_model, tokenizer, [*unread, *missing]
 
 
-def _removed_notice(removed: pruned.Pruning) -> str:
+def _removed_notice(removed: pruning.Pruning) -> str:
     gone = [f"{layer}.{head}" for layer, head in removed.heads()]
     more = f" and {len(gone) - 12} more" if len(gone) > 12 else ""
     return (

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from interp import checkpoint, dequantise, names, probe, pruned
+from interp import checkpoint, dequantise, names, probe, pruning
 from interp.errors import InterpError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -254,8 +254,8 @@ def untrained(model: Model, seed: int) -> Model:
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(model.bridge.original_model.config)
-    if hasattr(config, pruned.KEY):
-        delattr(config, pruned.KEY)
+    if hasattr(config, pruning.KEY):
+        delattr(config, pruning.KEY)
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), checkpoint.quiet():
         torch.manual_seed(seed)
         fresh = AutoModelForCausalLM.from_config(
@@ -303,8 +303,8 @@ def _bridge(
             f"{checkpoint.first_line(error)}"
         ) from error
     measured = probe.measure(bridge, plain, ids, mask, found.name)
-    pruning = pruned.of_config(config)
-    text = pruning.text if pruning is not None else {}
+    cut = pruning.of_config(config)
+    text = cut.text if cut is not None else {}
     return Model(
         cfg=_facts(bridge.cfg, config, tokenizer, measured, rows, tied),
         bridge=bridge.eval(),
@@ -328,7 +328,7 @@ def _facts(
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     real = min(max(vocabulary.values()) + 1, rows) if vocabulary else rows
     parallel, gated = measured.parallel, measured.gated
-    pruning = pruned.of_config(config)
+    cut = pruning.of_config(config)
     return Facts(
         family=config.model_type,
         n_layers=int(cfg.n_layers),
@@ -345,7 +345,7 @@ def _facts(
         vocab_size=real,
         vocab_rows=rows,
         n_ctx=int(cfg.n_ctx),
-        removed=tuple(pruning.heads()) if pruning is not None else (),
+        removed=tuple(cut.heads()) if cut is not None else (),
     )
 
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from interp import load_model, load_pruned, pruned
+from interp import load_model, load_pruned, pruned, pruning
 from interp.errors import InterpError
 from tests import oracle, tiny
 from tests.loading import put_weights, weights_of
@@ -54,7 +54,7 @@ def cut(checkpoint, tmp_path_factory):
             source = checkpoint(family_of(case))
             plain = oracle.load(source)
             small = oracle.load(source)
-            pruned.cut(small, pruned.plan(small.config, heads_of(case)))
+            pruned.cut(small, pruning.plan(small.config, heads_of(case)))
             folder = tmp_path_factory.mktemp("cut") / case
             small.save_pretrained(folder)
             tiny.make_tokenizer(family_of(case)).save_pretrained(folder)
@@ -221,7 +221,7 @@ def test_compensation_keeps_the_mean_output(load, checkpoint, corpus, family, tm
         )
         w_o[layer] = w_o.get(layer, 0) + torch.as_tensor(means[layer, head]) @ part[head].double()
     pruned.compensate(small, w_o)
-    pruned.cut(small, pruned.plan(small.config, heads, compensate=True))
+    pruned.cut(small, pruning.plan(small.config, heads, compensate=True))
     small.save_pretrained(tmp_path / "p")
     loaded = load_pruned(tmp_path / "p")
     close(logits(loaded, ids_of()), logits(expected, ids_of()))
@@ -247,14 +247,14 @@ def test_llama_like_families(kind, tmp_path):
     plain.save_pretrained(tmp_path / "m")
     gone = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
     small = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    pruned.cut(small, pruned.plan(small.config, gone))
+    pruned.cut(small, pruning.plan(small.config, gone))
     small.save_pretrained(tmp_path / "p")
     with torch.no_grad():
         for layer, head in gone:  # d_head 10
             plain.model.layers[layer].self_attn.o_proj.weight[:, 10 * head : 10 * head + 10] = 0
     close(logits(load_pruned(tmp_path / "p"), ids_of()), logits(plain, ids_of()))
     with pytest.raises(InterpError, match="bias on the attention's output"):
-        pruned.plan(plain.config, gone, compensate=True)
+        pruning.plan(plain.config, gone, compensate=True)
 
 
 @pytest.mark.parametrize(
@@ -268,14 +268,14 @@ def test_llama_like_families(kind, tmp_path):
 )
 def test_what_shapes_do_not_allow_is_refused(family, heads, words):
     with pytest.raises(InterpError) as caught:
-        pruned.plan(tiny.make_model(family).config, heads)
+        pruning.plan(tiny.make_model(family).config, heads)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_other_families_are_refused():
     config = SimpleNamespace(model_type="bloom", num_attention_heads=4, num_hidden_layers=2)
     with pytest.raises(InterpError, match=r"bloom.*gpt2, gpt_neox, llama"):
-        pruned.plan(config, [(0, 0)])
+        pruning.plan(config, [(0, 0)])
 
 
 def test_what_is_no_pruned_checkpoint_is_refused(checkpoint, tmp_path):
@@ -320,7 +320,7 @@ def test_weights_that_do_not_fit_the_entry_are_refused(cut, tmp_path):
 
 def test_a_float16_checkpoint_stays_one(checkpoint, tmp_path):
     half = AutoModelForCausalLM.from_pretrained(checkpoint("neox"), dtype=torch.float16)
-    pruned.cut(half, pruned.plan(half.config, [(0, 1), (2, 4)]))
+    pruned.cut(half, pruning.plan(half.config, [(0, 1), (2, 4)]))
     half.save_pretrained(tmp_path / "p")
     assert {w.dtype for w in weights_of(tmp_path / "p").values()} == {torch.float16}
     assert load_pruned(tmp_path / "p", dtype="auto").dtype == torch.float16

@@ -8,12 +8,17 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from interp.errors import InterpError
-from interp.report import asymmetry_figures, ffn_keys_figures, heads_figures
+from interp.report import (
+    asymmetry_figures,
+    ffn_keys_figures,
+    heads_figures,
+    heads_roles_figures,
+)
 from interp.report.spec import FigureSpec
 from interp.results import Result
 
 FIGURES: Mapping[str, Mapping[str, FigureSpec]] = {
-    "heads": heads_figures.FIGURES,
+    "heads": {**heads_figures.FIGURES, **heads_roles_figures.FIGURES},
     "asymmetry": asymmetry_figures.FIGURES,
     "ffn-keys": ffn_keys_figures.FIGURES,
 }

@@ -47,7 +47,7 @@ def findings(result: Result) -> list[str]:
         "largest."
     ]
     saved = [
-        f"{1 - after / before:.1%} of the {words}"
+        f"{1 - after / before:.1%} of the {words.replace(', bytes per token', ' of a token')}"
         for key, words in _SIZES.items()
         if (before := number(export.get(f"{key}_original")))
         and (after := number(export.get(key))) is not None
@@ -71,9 +71,10 @@ def _speed_words(result: Result) -> str:
     for word in ("faster", "slower", "no difference"):
         rows = table[table["verdict"] == word]
         where = [
-            f"{visible(row.phase, 10)} at batch {count(row.batch)} "
-            f"({unsigned(row.speedup, 2)} times)"
-            for row in rows.itertuples()
+            f"{visible(phase, 10)} at batch {count(batch)} ({unsigned(ratio, 2)} times)"
+            for phase, batch, ratio in zip(
+                *(rows[name] for name in ("phase", "batch", "speedup")), strict=True
+            )
         ]
         if where:
             label = "no difference beyond the spread" if word == "no difference" else word
@@ -100,11 +101,11 @@ def digests(result: Result) -> list[Digest]:
         )
     table = result.tables.get("speed")
     if table is not None and not table.empty:
-        made.append(_speed_digest(table))
+        made.append(_speed_digest(table, number(export.get("speedup_at_best"))))
     return made
 
 
-def _speed_digest(table: Any) -> Digest:
+def _speed_digest(table: Any, best: float | None) -> Digest:
     return Digest(
         title="Speed (tokens per second)",
         head=("phase", "batch", "before", "after", "speed-up [quartiles]", "verdict"),
@@ -121,8 +122,13 @@ def _speed_digest(table: Any) -> Digest:
             for row in table.itertuples()
         ),
         note=f"Both models timed in turn, {count(table['rounds'].min())} or more rounds, prompts "
-        f"of {count(table['prompt'].max())} tokens; quartiles over rounds. Faster or slower: the "
-        "middle half of the rounds is.",
+        f"of {count(table['prompt'].max())} tokens; median and quartiles over rounds. Faster or "
+        "slower: the 95% interval of the mean ratio is."
+        + (
+            f" By the weights that a token meets, {unsigned(best, 2)} times is the most to expect."
+            if best
+            else ""
+        ),
     )
 
 

@@ -126,7 +126,7 @@ def _material(table: pd.DataFrame, low: str, high: str) -> pd.DataFrame | None:
     return table.loc[(table[low] > MATERIAL) | (table[high] < -MATERIAL), :]
 
 
-def _map(
+def head_map(
     result: Result,
     column: str,
     title: str,
@@ -202,7 +202,7 @@ def _map(
 
 
 def _importance(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "importance_norm",
         "Sensitivity of the loss to each head (importance_norm)",
@@ -212,7 +212,7 @@ def _importance(result: Result) -> go.Figure:
 
 
 def _raw_importance(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "importance",
         "Sensitivity of the loss to each head, layers compared (importance)",
@@ -223,7 +223,7 @@ def _raw_importance(result: Result) -> go.Figure:
 
 
 def _loss_delta(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "loss_delta",
         f"Loss change when one head is removed ({ablation(result)} ablation)",
@@ -236,7 +236,7 @@ def _loss_delta(result: Result) -> go.Figure:
 
 
 def _loss_delta_mean(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "loss_delta_mean",
         "Loss change when one head gives its mean output (mean ablation)",
@@ -249,7 +249,7 @@ def _loss_delta_mean(result: Result) -> go.Figure:
 
 
 def _kl(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "kl",
         f"How far the predictions move when one head is removed (KL, {ablation(result)} ablation)",

@@ -187,7 +187,7 @@ def _offsets_table(run: Run) -> pd.DataFrame:
     assert run.weights.by_offset is not None
     assert run.weights.by_offset_reversed is not None
     layers, heads, at = np.indices(run.weights.by_offset.shape)
-    table = pd.DataFrame(
+    table: Any = pd.DataFrame(
         {
             "layer": layers.ravel(),
             "head": heads.ravel(),

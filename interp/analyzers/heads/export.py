@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from interp.errors import InterpError
 from interp.interventions import Head
 from interp.model import Model
 from interp.probe import COARSE, TOLERANCE
-from interp.pruned import Pruning
+from interp.pruning import KEY, Pruning, plan
 from interp.results import check_folder, move_into_place
 from interp.text import Text
 
@@ -41,7 +42,7 @@ def refuse_early(model: Model, config: HeadsConfig, overwrite: bool) -> None:
     gone = [head for head in named if head in set(model.cfg.removed)]
     if gone:
         raise InterpError(f"Head {gone[0][0]}.{gone[0][1]} was already cut out of {model.name}.")
-    pruned.plan(hf_config(model), [*model.cfg.removed, *named], compensate=config.compensate)
+    plan(hf_config(model), [*model.cfg.removed, *named], compensate=config.compensate)
     grouped = model.cfg.n_kv_heads < model.cfg.n_heads
     if config.heads is None and grouped and config.unit == "head":
         group = model.cfg.n_heads // model.cfg.n_kv_heads
@@ -70,7 +71,7 @@ def folder(config: HeadsConfig, overwrite: bool) -> Path:
 
 def _is_export(path: Path) -> bool:
     try:
-        return pruned.KEY in json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return KEY in json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
 
@@ -117,15 +118,13 @@ def written(
         InterpError: it cannot be written, or its logits are not the masked model's.
     """
     config = hf_config(model)
-    planned = pruned.plan(config, [*model.cfg.removed, *heads], compensate=means is not None)
-    text_facts = {
+    planned = plan(config, [*model.cfg.removed, *heads], compensate=means is not None)
+    how = {
         name: getattr(model, name)
         for name in ("bos_token_id", "bos_default")
         if getattr(model, name) is not None
     }
-    pruning = Pruning(
-        planned.n_heads, planned.n_kv_heads, planned.removed, planned.plain, text_facts
-    )
+    pruning = dataclasses.replace(planned, text=how)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -122,8 +122,10 @@ def summary(made: KeepOne, run: _Run) -> dict[str, Any]:
     largest, smallest = (
         rows.iloc[int(i)] for i in (rows["loss_delta"].argmax(), rows["loss_delta"].argmin())
     )
+    lower = (words == "material") & (rows["loss_delta"].to_numpy() < 0)
     return {
         "verdicts": {w: int((words == w).sum()) for w in ("material", "negligible", "undecided")},
+        "material_improve": int(lower.sum()),
         "unevenness": unevenness(made.judged, run.config.seed),
         "largest": {"layer": int(largest["layer"]), "loss_delta": float(largest["loss_delta"])},
         "smallest": {"layer": int(smallest["layer"]), "loss_delta": float(smallest["loss_delta"])},

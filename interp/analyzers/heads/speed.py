@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from interp import stats
 from interp.progress import track
 from interp.results import Column
 
@@ -47,9 +48,13 @@ SPEED_COLUMNS = {
     ),
     "speedup_q1": Column("ratio", "First quartile of the ratio over rounds."),
     "speedup_q3": Column("ratio", "Third quartile of the ratio over rounds."),
+    "ci_low": Column(
+        "ratio", "Lower end of the 95% t interval over rounds of the geometric mean ratio."
+    ),
+    "ci_high": Column("ratio", "Upper end of that interval."),
     "rounds": Column("rounds", "Pairs of timings, in alternating order."),
     "verdict": Column(
-        "word", "faster or slower: the middle half of the ratios lies beyond 1; else no difference."
+        "word", "faster or slower: that interval lies wholly above or below 1; else no difference."
     ),
 }
 
@@ -67,7 +72,10 @@ class Timing:
 
     def row(self) -> dict[str, Any]:
         """One row of the table."""
-        low, middle, high = np.quantile(self.original / self.pruned, (0.25, 0.5, 0.75))
+        ratio = self.original / self.pruned
+        q1, middle, q3 = np.quantile(ratio, (0.25, 0.5, 0.75))
+        mean = stats.paired_t(np.log(ratio))
+        low, high = (float(np.exp(end)) for end in (mean.low, mean.high))
         tokens = self.batch * (self.new or self.prompt)
         word = "faster" if low > 1 else "slower" if high < 1 else "no difference"
         return {
@@ -78,8 +86,10 @@ class Timing:
             "original": tokens / float(np.median(self.original)),
             "pruned": tokens / float(np.median(self.pruned)),
             "speedup": middle,
-            "speedup_q1": low,
-            "speedup_q3": high,
+            "speedup_q1": q1,
+            "speedup_q3": q3,
+            "ci_low": low,
+            "ci_high": high,
             "rounds": len(self.original),
             "verdict": word,
         }

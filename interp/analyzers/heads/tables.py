@@ -216,7 +216,8 @@ def _heads_table(run: _Run) -> pd.DataFrame:
             "importance_token": run.gradients.token.mean(0).ravel(),
         }
     )
-    table = table.loc[[layer * layers.shape[1] + head for layer, head in run.all_heads]]
+    n_heads = run.model.cfg.n_heads
+    table = table.loc[[layer * n_heads + head for layer, head in run.all_heads]]
     if run.exact is not None:
         table = table.assign(**_exact_columns(run))
     if run.roles is not None:
