@@ -451,5 +451,5 @@ VIEW = View(
     digests=digests,
     rank={"heads": (("loss_delta", True), ("importance_norm", False))},
     narrow={"heads": narrow},
-    quiet=frozenset({"prune", "refine", "speed", "keep_one"}),
+    quiet=frozenset({"prune", "refine", "speed", "keep_one", "token_classes"}),
 )

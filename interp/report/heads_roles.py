@@ -88,6 +88,17 @@ def _roles(result: Result) -> str | None:
     )
 
 
+def _hidden(result: Result) -> str | None:
+    found = _of(result.summary, "token_classes")
+    heads = {tuple(h) for name in found for h in _of(found, name).get("hidden") or []}
+    if not found:
+        return None
+    return (
+        f"{len(heads)} heads are negligible on average and material for some kind of token "
+        "(repeated or new, early or late in the window)."
+    )
+
+
 def _stable(result: Result) -> str | None:
     found = _of(_of(result.summary, "roles"), "rank_correlation")
     across, within = (
@@ -120,7 +131,8 @@ def limits(result: Result) -> list[str]:
 
 def digests(result: Result) -> list[Digest]:
     """Layers with one head left, and roles beside importance."""
-    return [d for d in (_keep_one_digest(result), _roles_digest(result)) if d]
+    made = (_keep_one_digest(result), _roles_digest(result), _classes_digest(result))
+    return [d for d in made if d]
 
 
 def _keep_one_digest(result: Result) -> Digest | None:
@@ -194,4 +206,42 @@ def _roles_digest(result: Result) -> Digest | None:
         note="strongest: the head that looks there most, and its share of attention; untrained: "
         "the largest share of any head of an untrained model. importance and loss change: mean "
         "over the role's heads.",
+    )
+
+
+def _classes_digest(result: Result) -> Digest | None:
+    found, table = _of(result.summary, "token_classes"), result.tables.get("token_classes")
+    if not found or table is None or table.empty:
+        return None
+    rows = []
+    for name, entry in found.items():
+        mine: Any = table[table["token_class"] == name].dropna(subset=["loss_delta"])
+        top = mine.loc[mine["loss_delta"].abs().idxmax()] if len(mine) else None
+        hidden = entry.get("hidden") or []
+        rows.append(
+            (
+                visible(name, 20),
+                count(entry.get("tokens")),
+                unsigned(entry.get("loss"), 2),
+                count(entry.get("material")),
+                ", ".join(f"{count(layer)}.{count(head)}" for layer, head in hidden[:6])
+                + (f" and {len(hidden) - 6} more" if len(hidden) > 6 else "")
+                or DASH,
+                DASH
+                if top is None
+                else f"{count(top['layer'])}.{count(top['head'])} {signed(top['loss_delta'])} "
+                f"{interval(top['ci_low'], top['ci_high'])}",
+            )
+        )
+    return Digest(
+        title=f"Heads by the kind of token that is predicted ({NATS})",
+        head=(
+            *("predicted token", "tokens", "loss", "material"),
+            *("negligible on average", "largest change"),
+        ),
+        rows=tuple(rows),
+        note="material: heads whose loss change on these tokens is beyond 0.01; negligible on "
+        "average: those of them that an average over all tokens hides. The largest change of many "
+        "heads is flattered by being chosen.",
+        terminal=False,
     )

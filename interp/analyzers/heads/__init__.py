@@ -137,6 +137,7 @@ class _Run:
         self.gradients: importance.Gradients | None = None
         self.exact: Sweep | None = None
         self.exact_mean: Sweep | None = None
+        self.classes: tokenclasses.ByClass | None = None
         self.orders: list[curve.Order] = []
         self.baseline: np.ndarray | None = None  # [document] of the curve's text
         self.interaction: list[dict[str, Any]] = []
@@ -205,6 +206,7 @@ class _Run:
         kl: bool = False,
         into: Sweep | None = None,
         means: importance.Gradients | None = None,
+        classes: tokenclasses.ByClass | None = None,
     ) -> Sweep:
         """Removals under this run's options; z statistics are the sample's unless given."""
         config = self.config
@@ -219,6 +221,7 @@ class _Run:
             progress=config.progress,
             what=what,
             into=into,
+            classes=classes,
         )
 
     def _measure_exact(self) -> None:
@@ -240,12 +243,15 @@ class _Run:
         )
         n = len(self.text)
         self.exact = measure.empty_sweep(n, len(self.all_heads), kl=True)
+        if config.roles:
+            self.classes = tokenclasses.ByClass(n, len(self.all_heads))
         self._sweep(
             self.text,
             plans[config.ablation],
             f"{config.ablation} ablation",
             kl=True,
             into=self.exact,
+            classes=self.classes,
         )
         self.exact_mean = self.exact
         if n < 2:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve, keepone, roles, speed
+from interp.analyzers.heads import curve, keepone, roles, speed, tokenclasses
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -114,6 +114,11 @@ SUMMARY_COLUMNS = {
     "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
     "rank_correlation": Column("Spearman rho", "Over heads."),
     "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "token_classes": Column(
+        "mixed",
+        "Per class of predicted token: its tokens, documents and mean loss (nats per token), the "
+        "heads that are material there, and which of them are negligible on average.",
+    ),
     "roles": Column(
         "mixed",
         "Heads by role, with their mean importance and loss change (nats per token); scores of an "
@@ -157,6 +162,12 @@ def assemble(run: _Run) -> Result:
             tables["refine"] = refined
             columns["refine"] = PRUNE_COLUMNS
     summary = _summary(run, tables["heads"], measured)
+    if run.classes is not None and run.complete:
+        tables["token_classes"] = tokenclasses.table(run.classes, run.all_heads)
+        columns["token_classes"] = tokenclasses.COLUMNS
+        summary["token_classes"] = tokenclasses.summary(
+            tables["token_classes"], tables["heads"], run.classes
+        )
     if run.roles is not None:
         summary["roles"] = roles.summary(run, run.roles, tables["heads"])
     if run.keep_one is not None:
