@@ -215,7 +215,7 @@ def _classes_digest(result: Result) -> Digest | None:
         return None
     rows = []
     for name, entry in found.items():
-        mine: Any = table[table["token_class"] == name].dropna(subset=["loss_delta"])
+        mine: Any = table[(table["token_class"] == name) & table["loss_delta"].notna()]
         top = mine.loc[mine["loss_delta"].abs().idxmax()] if len(mine) else None
         hidden = entry.get("hidden") or []
         rows.append(

@@ -35,6 +35,7 @@ from interp.analyzers.heads import (
     measure,
     roles,
     tables,
+    tokenclasses,
 )
 from interp.analyzers.heads.measure import Sweep
 from interp.analyzers.heads.standins import Mode, Removal
