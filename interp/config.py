@@ -164,7 +164,7 @@ class OutputOptions(_Options):
     out: Path | None = None
     """Run folder. Default: runs/<analyzer>-<model>-<timestamp>."""
     overwrite: bool = False
-    """Replace an earlier run in --out."""
+    """Replace an earlier run in --out, an earlier checkpoint in --export."""
     rows: int = 10
     """Rows of each printed table, 0 or more."""
     format: Literal["table", "json"] = "table"
@@ -219,7 +219,7 @@ class HeadsConfig(RunOptions):
     keep_one: bool = False
     """For each layer, remove all heads but the best one. Costs what --exact does."""
     export: Path | None = None
-    """Write a checkpoint without these heads here: --fraction, --heads or --max-loss."""
+    """Folder for a smaller checkpoint; with --fraction, --heads or --max-loss."""
     fraction: float | None = None
     """With --export and --prune, cut out this share of heads, by the best order."""
     heads: str | None = None

@@ -9,6 +9,8 @@ In the style of Michel, Levy and Neubig (2019), "Are Sixteen Heads Really Better
 * exact: the loss with the head removed minus the loss without, paired by document, and
   KL(clean || removed) of the next-token distributions.
 * the pruning curve: heads removed together, least important first.
+* keep_one: what a layer loses with its best head alone; roles: where heads look, and with exact
+  for which kinds of token they matter; export: a checkpoint that really lacks the heads.
 
 What the numbers do not show. Importance is a slope: it ranks sensitivity (it follows KL), not the
 sign or size of the loss change. A head that can be removed alone may matter once others are gone
@@ -72,8 +74,8 @@ def heads(
 
     Returns:
         A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`,
-        with export `speed`. Interrupted with Ctrl-C it holds what was measured so far and
-        `complete` is False.
+        with keep_one `keep_one`, with exact and roles `token_classes`, with export `speed`.
+        Interrupted with Ctrl-C it holds what was measured so far and `complete` is False.
 
     Raises:
         InterpError: an unknown option, a model without per-head attention outputs, a non-finite
