@@ -447,16 +447,22 @@ def test_a_checkpoint_that_is_not_what_was_measured_is_not_kept(checkpoint, many
     assert len(result.tables["heads"]) == 12  # what was measured is there all the same
 
 
-def test_an_interruption_leaves_no_half_checkpoint(load, many, tmp_path, monkeypatch):
-    model, _ = load("gpt2")
+@pytest.mark.parametrize("part", ["write_card", "measure"])
+def test_an_interruption_leaves_no_half_checkpoint(load, many, tmp_path, monkeypatch, part):
+    model, plain = load("gpt2")
     text = load_text(many, model, documents=4, context=64)
 
     def stop(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cutting.speed, "measure", stop)
+    monkeypatch.setattr(cutting.speed if part == "measure" else cutting, part, stop)
     result = run(model, text, export=tmp_path / "p", heads="0.0")
-    assert not result.complete and not list(tmp_path.iterdir())
+    assert not result.complete and len(result.tables["heads"]) == 12
+    if part == "measure":  # written and checked before: it is whole
+        assert gap(interp.load_pruned(tmp_path / "p"), oracle.edited(plain, [(0, 0)])) <= 1e-5
+        assert (tmp_path / "p" / "README.md").exists() and len(result.tables["speed"]) == 0
+    else:
+        assert not list(tmp_path.iterdir())
 
 
 def test_command_line(checkpoint, many, tmp_path, capsys):

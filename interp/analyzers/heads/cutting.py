@@ -109,15 +109,25 @@ def cut_out(run: _Run, overwrite: bool, command: str | None) -> Cut | None:
             found.clean,
             found.loss[:, 0],
             sizes=_sizes(original, small, model.cfg.vocab_size),
-            timings=speed.measure(
-                original, small, model.cfg.vocab_size, model.cfg.n_ctx, config.progress
-            ),
+            timings=[],
             layers=model.cfg.n_layers,
         )
+        try:
+            speed.measure(
+                original,
+                small,
+                model.cfg.vocab_size,
+                model.cfg.n_ctx,
+                progress=config.progress,
+                into=made.timings,
+            )
+        except KeyboardInterrupt:  # the checkpoint is there: it is kept
+            run.complete = False
+            run.notices.append("Interrupted while speed was measured: the checkpoint is whole.")
         del original
         partial = target.with_name(target.name + ".partial")
         write_card(partial / export.CARD, run, made, command)
-    run.notices += _told(made)
+    run.notices += _told(made, run.complete)
     log.info("The checkpoint without %d heads is in %s.", len(choice.heads), target)
     return made
 
@@ -167,7 +177,7 @@ def _sizes(original: Any, small: Any, vocabulary: int) -> dict[str, tuple[int, i
     }
 
 
-def _told(made: Cut) -> list[str]:
+def _told(made: Cut, complete: bool) -> list[str]:
     """How the checkpoint loads, and where it is not faster, why."""
     pruning, where = made.written.pruning, made.written.folder
     out = [
@@ -178,7 +188,7 @@ def _told(made: Cut) -> list[str]:
         + ("uneven layers." if len(set(_left(made))) > 1 else "fewer heads in this family.")
     ]
     rows = [t.row() for t in made.timings]
-    if len(rows) < speed.SETTINGS:
+    if len(rows) < speed.SETTINGS and complete:
         out.append(
             f"Speed is measured at {len(rows)} of {speed.SETTINGS} settings: one round of the "
             f"others takes longer than {speed.SECONDS / speed.SETTINGS:g} s on this machine."

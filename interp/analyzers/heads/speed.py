@@ -128,7 +128,15 @@ def cache_bytes_per_token(model: Any, vocabulary: int) -> int:
     return sizes[1] - sizes[0]
 
 
-def measure(original: Any, pruned: Any, vocabulary: int, context: int, progress: bool) -> list:
+def measure(
+    original: Any,
+    pruned: Any,
+    vocabulary: int,
+    context: int,
+    *,
+    progress: bool,
+    into: list[Timing],
+) -> None:
     """Timings of both phases at all batch sizes, as many rounds as the time allows.
 
     Args:
@@ -137,12 +145,12 @@ def measure(original: Any, pruned: Any, vocabulary: int, context: int, progress:
         vocabulary: ids below this occur in prompts.
         context: longest context that the models take.
         progress: show a bar.
+        into: filled setting by setting, so that an interrupted caller keeps what was timed.
     """
     prompt = min(PROMPT, max(1, context // 2))
     new = min(NEW, max(1, context // 4))
     settings = [(batch, phase) for batch in BATCHES for phase in PHASES]
     bar = track(SETTINGS, "speed", progress)
-    out = []
     for batch, phase in settings:
         generator = torch.Generator().manual_seed(batch)
         ids = torch.randint(vocabulary, (batch, prompt), generator=generator).to(original.device)
@@ -153,10 +161,9 @@ def measure(original: Any, pruned: Any, vocabulary: int, context: int, progress:
         if times[0]:
             decoded = new if phase == "decode" else 0
             pair = (np.array(seconds) for seconds in times)
-            out.append(Timing(phase, batch, prompt, decoded, *pair))
+            into.append(Timing(phase, batch, prompt, decoded, *pair))
         bar.update(1)
     bar.close()
-    return out
 
 
 def table(timings: list[Timing]) -> pd.DataFrame:
