@@ -6,9 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import interp
+from interp import report
 from interp.analyzers.heads import roles
 from interp.errors import InterpError
 from interp.model import untrained
+from interp.report import heads as heads_view
 from interp.text import load_text
 from tests import oracle, tiny
 
@@ -221,3 +223,25 @@ def test_too_short_a_context_is_told(tmp_path):
     text = load_text(tiny.corpus(4), model, documents=4, context=7)
     with pytest.raises(InterpError, match="copies of 4 tokens or more"):
         interp.heads(model, text, roles=True, progress=False)
+
+
+def test_the_page_tells_of_roles_and_kinds_of_token(plant):
+    model, text, case = plant("induction")
+    result = interp.heads(model, text, roles=True, exact=True, keep_one=True, progress=False)
+    assert {"induction", "previous_token", "first_token", "keep_one"} <= set(result.figures)
+    figure = result.figure("induction")
+    layer, head = case["heads"]["induction"]
+    assert figure.data[0].z[layer][head] == result.tables["heads"]["induction"].max()
+    told = " ".join(heads_view.VIEW.findings(result))
+    assert "1 previous token, 0 same token earlier, 1 induction, 0 first token" in told
+    assert "With only its best head left" in told
+    rows = {d.title: d.rows for d in heads_view.VIEW.digests(result)}
+    roles_rows = {row[0]: row for row in rows["Where heads look, and what they are worth"]}
+    assert roles_rows["induction"][1] == "1"
+    assert roles_rows["induction"][2].startswith(f"{layer}.{head} (")
+    kinds = {
+        row[0]: row for row in rows["Heads by the kind of token that is predicted (nats per token)"]
+    }
+    most = kinds["repeated bigram"][5].split()[0]  # it needs both of them
+    assert most in {f"{planted[0]}.{planted[1]}" for planted in case["heads"].values()}
+    assert "could not be drawn" not in report.render([result])

@@ -151,7 +151,12 @@ def load(model: Model, folder: Path) -> Any:
         loaded = pruned.model_class(config).from_pretrained(
             folder, config=config, dtype=model.dtype, local_files_only=True
         )
-    return loaded.to(model.device)
+    loaded = loaded.to(model.device)
+    # Into memory of its own: mapped from a file, weights lie where the file has them (unaligned,
+    # which is slower) and may have to be read again, so that timings would compare files.
+    for parameter in loaded.parameters():
+        parameter.data = parameter.data.clone()
+    return loaded
 
 
 def _write(
