@@ -101,11 +101,11 @@ def digests(result: Result) -> list[Digest]:
         )
     table = result.tables.get("speed")
     if table is not None and not table.empty:
-        made.append(_speed_digest(table, number(export.get("speedup_at_best"))))
+        made.append(_speed_digest(table, number(export.get("speedup_by_weights"))))
     return made
 
 
-def _speed_digest(table: Any, best: float | None) -> Digest:
+def _speed_digest(table: Any, ideal: float | None) -> Digest:
     return Digest(
         title="Speed (tokens per second)",
         head=("phase", "batch", "before", "after", "speed-up [quartiles]", "verdict"),
@@ -125,8 +125,8 @@ def _speed_digest(table: Any, best: float | None) -> Digest:
         f"of {count(table['prompt'].max())} tokens; median and quartiles over rounds. Faster or "
         "slower: the 95% interval of the mean ratio is."
         + (
-            f" By the weights that a token meets, {unsigned(best, 2)} times is the most to expect."
-            if best
+            f" The weights that a token meets alone make {unsigned(ideal, 2)} times."
+            if ideal
             else ""
         ),
     )

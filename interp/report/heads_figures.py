@@ -136,8 +136,12 @@ def head_map(
     root: bool = False,
     ends: tuple[str, str] | None = None,
     note: str = "",
+    upper: float | None = None,
 ) -> go.Figure:
-    """One cell per head: x is the head, y the layer; layer 0 at the top."""
+    """One cell per head: x is the head, y the layer; layer 0 at the top.
+
+    Colours end at the largest value, or at `upper`.
+    """
     table = result.tables["heads"]
     layers, heads = _shape(result, table)
     values = np.full((layers, heads), np.nan)
@@ -150,7 +154,7 @@ def head_map(
         here = int(row.layer), int(row.head)  # type: ignore[arg-type]
         values[here] = getattr(row, column)
         hover[here] = _hover(row, n)
-    top = float(np.nanmax(np.abs(values))) or MATERIAL
+    top = upper or float(np.nanmax(np.abs(values))) or MATERIAL
     figure = go.Figure(
         go.Heatmap(
             z=values,

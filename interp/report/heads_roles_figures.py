@@ -27,7 +27,7 @@ def _role(result: Result, name: str) -> go.Figure:
     note = f"{found.get('sequences')} sequences of random tokens said twice, second copy"
     if null is not None:
         note += f"; no head of an untrained model exceeds {null:.2f}"
-    return head_map(result, name, _TITLES[name], "share of attention", note=note)
+    return head_map(result, name, _TITLES[name], "share of attention", note=note, upper=1.0)
 
 
 def _keep_one(result: Result) -> go.Figure:
