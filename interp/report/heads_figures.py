@@ -20,6 +20,7 @@ from interp.report.heads import (
     prunable,
     total_heads,
 )
+from interp.report.heads_roles import ROLES
 from interp.report.view import has
 from interp.report.words import (
     NATS,
@@ -117,6 +118,13 @@ def _hover(row: Any, n: str) -> str:
     if value("kl") is not None:
         ends = interval(value("kl_low"), value("kl_high"), unsigned)
         lines.append(f"KL {unsigned(value('kl'))} {ends} {NATS}")
+    looks = [
+        f"{words} {value(name):.2f}"
+        for name, words in ROLES.items()
+        if name != "other" and value(name) is not None
+    ]
+    if looks:
+        lines.append(f"attention by role: {', '.join(looks)}")
     return "<br>".join(lines + ([f"n = {n}"] if n else []))
 
 
