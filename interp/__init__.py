@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from interp.analyzers.heads import heads
     from interp.analyzers.qkv import qkv
     from interp.model import Model, load_model
+    from interp.pruned import load_pruned
     from interp.results import Result, load_result
     from interp.text import Text, load_text
 
@@ -33,6 +34,7 @@ _PUBLIC = {
     "heads": "interp.analyzers.heads",
     "load_model": "interp.model",
     "Model": "interp.model",
+    "load_pruned": "interp.pruned",
     "load_text": "interp.text",
     "Text": "interp.text",
     "load_result": "interp.results",
@@ -50,6 +52,7 @@ __all__ = [
     "ffn_keys",
     "heads",
     "load_model",
+    "load_pruned",
     "load_result",
     "load_text",
     "qkv",

@@ -11,10 +11,11 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from interp import pruned, pruning
 from interp.errors import InterpError
 from interp.hub import INDEX, has_tokenizer, weight_files
 
@@ -23,14 +24,16 @@ HARMLESS_KEYS = ("attn.bias", "masked_bias", "attention.bias", "inv_freq", "posi
 
 
 def load(
-    folder: Path, name: str, dtype: torch.dtype, allow_pickle: bool
+    folder: Path, name: str, dtype: torch.dtype | Literal["auto"], allow_pickle: bool
 ) -> tuple[Any, Any, list[str]]:
     """The model, its tokenizer (None if there is none) and what a reader must know of them.
+
+    Heads that were cut out of the checkpoint are there as zeros (see `pruned`).
 
     Args:
         folder: the checkpoint.
         name: what the messages call it.
-        dtype: of the weights.
+        dtype: of the weights; auto: as they are stored.
         allow_pickle: also read `.bin` weights.
 
     Raises:
@@ -38,9 +41,22 @@ def load(
     """
     config = _decoder_config(folder, name)
     check_weights(folder, name, allow_pickle)
+    removed = pruning.of_config(config)
     hf_model, unread = _from_pretrained(folder, name, config, dtype, allow_pickle)
+    if removed is not None:
+        pruned.expand(hf_model, removed)
+        unread.append(_removed_notice(removed))
     tokenizer, missing = _tokenizer(folder)
     return hf_model, tokenizer, [*unread, *missing]
+
+
+def _removed_notice(removed: pruning.Pruning) -> str:
+    gone = [f"{layer}.{head}" for layer, head in removed.heads()]
+    more = f" and {len(gone) - 12} more" if len(gone) > 12 else ""
+    return (
+        f"{len(gone)} heads were cut out of this checkpoint ({', '.join(gone[:12])}{more}): they "
+        "are absent from every table by head; the others keep their numbers."
+    )
 
 
 def _decoder_config(folder: Path, name: str) -> Any:
@@ -123,13 +139,11 @@ def check_weights(folder: Path, name: str, allow_pickle: bool) -> None:
 
 
 def _from_pretrained(
-    folder: Path, name: str, config: Any, dtype: torch.dtype, allow_pickle: bool
+    folder: Path, name: str, config: Any, dtype: torch.dtype | str, allow_pickle: bool
 ) -> tuple[Any, list[str]]:
-    from transformers import AutoModelForCausalLM
-
     try:
         with quiet():
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = pruned.model_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,

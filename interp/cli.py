@@ -212,6 +212,9 @@ def _analyze(
 
     # Before the minutes are spent, not after.
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
+    export = getattr(config, "export", None)
+    if export is not None and output.out is not None and _same_folder(export, output.out):
+        raise UsageError("--export and --out name the same folder; give each its own.")
     each = model_options.each()
     reads_text = len(each) == 1 and getattr(config, "needs_text", True)
     if reads_text:
@@ -247,15 +250,25 @@ def _analyze(
             logger.info(notice)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    result = measure(models, text, config)
-    result.command = _command(name, [model_options.named(names[-1]), text_options, config])
+    command = _command(name, [model_options.named(names[-1]), text_options, config])
+    # What an analyzer that writes a checkpoint needs besides: it does so itself, before the run.
+    writing = {"overwrite": output.overwrite, "command": command} if export is not None else {}
+    result = measure(models, text, config, **writing)
+    result.command = command
     folder = (output.out or _run_folder(name, names[-1])).expanduser()
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
         _say(f"interp: interrupted; {_on_disk(result, folder)}.")
         return INTERRUPTED
-    return 0 if result.complete else INTERRUPTED
+    if not result.complete:
+        return INTERRUPTED
+    # The measurement is saved and shown all the same; a notice says why there is no checkpoint.
+    return 1 if export is not None and "export" not in result.summary else 0
+
+
+def _same_folder(a: Path, b: Path) -> bool:
+    return a.expanduser().absolute() == b.expanduser().absolute()
 
 
 def _save_and_show(result: Any, folder: Path, output: OutputOptions, logger: Any) -> None:

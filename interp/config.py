@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -163,7 +164,7 @@ class OutputOptions(_Options):
     out: Path | None = None
     """Run folder. Default: runs/<analyzer>-<model>-<timestamp>."""
     overwrite: bool = False
-    """Replace an earlier run in --out."""
+    """Replace an earlier run in --out, an earlier checkpoint in --export."""
     rows: int = 10
     """Rows of each printed table, 0 or more."""
     format: Literal["table", "json"] = "table"
@@ -213,10 +214,69 @@ class HeadsConfig(RunOptions):
     """Remove every head alone and test the loss change. Slow; says how slow."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
     """With --exact, replace z by zero, others' mean, or another document's."""
+    roles: bool = False
+    """Add where each head looks (induction, previous token, ...), against chance."""
+    keep_one: bool = False
+    """For each layer, remove all heads but the best one. Costs what --exact does."""
+    export: Path | None = None
+    """Folder for a smaller checkpoint; with --fraction, --heads or --max-loss."""
+    fraction: float | None = None
+    """With --export and --prune, cut out this share of heads, by the best order."""
+    heads: str | None = None
+    """With --export, cut out these heads, as 3.1,5.0 (layer.head)."""
+    max_loss: float | None = None
+    """With --export and --prune, cut out heads up to this loss change, in nats."""
+    compensate: bool = False
+    """With --export, keep the removed heads' mean output as a bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(0 < self.step <= 1, "step", "above 0 and at most 1", self.step)
+        self._check_export()
+
+    def _check_export(self) -> None:
+        which = {"fraction": self.fraction, "heads": self.heads, "max-loss": self.max_loss}
+        given = [f"--{name}" for name, value in which.items() if value is not None]
+        if self.export is None:
+            extra = [*given, *(["--compensate"] if self.compensate else [])]
+            if extra:
+                raise UsageError(
+                    f"{extra[0]} says what to cut out of a checkpoint: name its folder with "
+                    "--export DIR."
+                )
+            return
+        if len(given) != 1:
+            told = " and ".join(given) if given else "none"
+            raise UsageError(
+                "--export needs exactly one of --fraction, --heads and --max-loss, which say what "
+                f"to cut out; there is {told}."
+            )
+        if self.heads is None and not (self.prune or self.rescore):
+            raise UsageError(f"{given[0]} takes heads from the pruning curve: add --prune.")
+        suffix = Path(self.export).suffix.lower()
+        _must(suffix not in _FILES, "export", "a folder, for a checkpoint", str(self.export))
+        if self.fraction is not None:
+            _must(0 < self.fraction <= 1, "fraction", "above 0 and at most 1", self.fraction)
+        if self.max_loss is not None:
+            _must(self.max_loss > 0, "max-loss", "above 0, in nats per token", self.max_loss)
+        if self.heads is not None:
+            head_list(self.heads)
+
+
+def head_list(text: str) -> list[tuple[int, int]]:
+    """(layer, head) of every head in a list such as "3.1,5.0".
+
+    Raises:
+        UsageError: something in it is no head.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    found = [re.fullmatch(r"(\d+)\.(\d+)", part) for part in parts]
+    if not all(found):
+        wrong = parts[found.index(None)]
+        raise UsageError(
+            f"--heads must be heads as layer.head, such as 3.1,5.0; {wrong!r} is none."
+        )
+    return [(int(m[1]), int(m[2])) for m in found if m is not None]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from interp import checkpoint, dequantise, names, probe
+from interp import checkpoint, dequantise, names, probe, pruning
 from interp.errors import InterpError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,6 +49,14 @@ class Facts:
     vocab_size: int  # ids that the tokenizer can produce; padded rows are not counted
     vocab_rows: int  # rows of the embedding matrix, padding included
     n_ctx: int  # longest context the model takes
+    # (layer, query head) of those cut out of the checkpoint: zeros here, absent from every table.
+    removed: tuple[tuple[int, int], ...] = ()
+
+    def heads(self) -> list[tuple[int, int]]:
+        """(layer, query head) of every head that is there, ascending."""
+        gone = set(self.removed)
+        every = ((i, h) for i in range(self.n_layers) for h in range(self.n_heads))
+        return [head for head in every if head not in gone]
 
 
 @dataclass(repr=False)
@@ -60,6 +69,7 @@ class Model:
     name: str
     source: str
     revision: str | None
+    folder: Path  # the checkpoint that was loaded (of a GGUF file, its dequantised copy)
     device: torch.device
     dtype: torch.dtype
     notices: list[str] = field(default_factory=list)
@@ -229,12 +239,43 @@ def load_model(
             raise InterpError(
                 f"{found.name!r} does not fit on {chosen}: {checkpoint.first_line(error)}"
             ) from error
-        model = _bridge(hf_model, tokenizer, chosen, found)
+        model = _bridge(hf_model, tokenizer, chosen, found, folder)
     model.notices = [*notices, *more]
     return model
 
 
-def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Found) -> Model:
+def untrained(model: Model, seed: int) -> Model:
+    """A model of the same shape with the weights that training starts from: a null model.
+
+    Args:
+        model: whose architecture, tokenizer, device and dtype.
+        seed: of the weights; torch's own random state is left as it was.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.bridge.original_model.config)
+    if hasattr(config, pruning.KEY):
+        delattr(config, pruning.KEY)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), checkpoint.quiet():
+        torch.manual_seed(seed)
+        fresh = AutoModelForCausalLM.from_config(
+            config, dtype=model.dtype, attn_implementation="eager"
+        )
+        found = names.Found(
+            f"untrained {model.name}",
+            model.folder,
+            source=model.source,
+            bos_token_id=model.bos_token_id,
+            bos_default=model.bos_default,
+        )
+        return _bridge(
+            fresh.to(model.device).eval(), model.tokenizer, model.device, found, model.folder
+        )
+
+
+def _bridge(
+    hf_model: Any, tokenizer: Any, device: torch.device, found: names.Found, folder: Path
+) -> Model:
     """Wrap, compare with plain transformers on a probe, and state the facts."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -262,6 +303,8 @@ def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Fo
             f"{checkpoint.first_line(error)}"
         ) from error
     measured = probe.measure(bridge, plain, ids, mask, found.name)
+    cut = pruning.of_config(config)
+    text = cut.text if cut is not None else {}
     return Model(
         cfg=_facts(bridge.cfg, config, tokenizer, measured, rows, tied),
         bridge=bridge.eval(),
@@ -269,10 +312,11 @@ def _bridge(hf_model: Any, tokenizer: Any, device: torch.device, found: names.Fo
         name=found.name,
         source=found.source,
         revision=found.revision,
+        folder=folder,
         device=device,
         dtype=next(hf_model.parameters()).dtype,
-        bos_token_id=found.bos_token_id,
-        bos_default=found.bos_default,
+        bos_token_id=text.get("bos_token_id", found.bos_token_id),
+        bos_default=text.get("bos_default", found.bos_default),
         logits_are_unembedded=measured.logits_are_unembedded,
     )
 
@@ -284,6 +328,7 @@ def _facts(
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     real = min(max(vocabulary.values()) + 1, rows) if vocabulary else rows
     parallel, gated = measured.parallel, measured.gated
+    cut = pruning.of_config(config)
     return Facts(
         family=config.model_type,
         n_layers=int(cfg.n_layers),
@@ -300,6 +345,7 @@ def _facts(
         vocab_size=real,
         vocab_rows=rows,
         n_ctx=int(cfg.n_ctx),
+        removed=tuple(cut.heads()) if cut is not None else (),
     )
 
 

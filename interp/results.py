@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ class Result:
             if self.tensors:
                 _write_tensors(partial / TENSOR_FILE, self.tensors)
             (partial / PAGE_FILE).write_text(page, encoding="utf-8")
-            _move_into_place(partial, target)
+            move_into_place(partial, target)
         return target
 
     def _page(self) -> str:
@@ -278,8 +278,22 @@ class Result:
             )
 
 
-def check_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Path:
+def check_folder(
+    folder: str | os.PathLike[str],
+    overwrite: bool = False,
+    *,
+    option: str = "--out",
+    what: str = "a saved run",
+    is_ours: Callable[[Path], bool] | None = None,
+) -> Path:
     """Fail before a long run, not after it: can a run be saved here?
+
+    Args:
+        folder: where to.
+        overwrite: whether something of ours may be replaced.
+        option: which option named the folder, for the messages.
+        what: what may be overwritten, for the messages.
+        is_ours: whether an existing folder holds that; default: a saved run.
 
     Returns:
         The folder's path, with `~` expanded.
@@ -291,7 +305,7 @@ def check_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Pat
     path = Path(folder).expanduser()
     if not path.name or path.name == "..":
         raise InterpError(
-            f"{str(folder)!r} cannot name a run folder; give a new name, as runs/first."
+            f"{str(folder)!r} cannot name a folder of {option}; give a new name, as runs/first."
         )
     try:
         # Raises for a name that is too long or holds a NUL byte, which exists() would call merely
@@ -301,14 +315,14 @@ def check_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Pat
         if os.path.lexists(path):
             if not overwrite:
                 raise InterpError(
-                    f"{path} already exists; choose another --out, or pass --overwrite."
+                    f"{path} already exists; choose another {option}, or pass --overwrite."
                 )
             if path.is_symlink() or not path.is_dir():
                 raise InterpError(f"{path} is not a folder, so it is not overwritten.")
-            if any(path.iterdir()) and not _is_run(path):
+            if any(path.iterdir()) and not (is_ours or _is_run)(path):
                 raise InterpError(
-                    f"{path} holds files that are not a saved run, so it is not overwritten; "
-                    "choose another --out."
+                    f"{path} holds files that are not {what}, so it is not overwritten; "
+                    f"choose another {option}."
                 )
         parent = path.absolute().parent
         while not parent.exists():
@@ -521,11 +535,11 @@ def _remove_own_files(partial: Path) -> None:
             file.unlink()
 
 
-def _move_into_place(partial: Path, target: Path) -> None:
+def move_into_place(partial: Path, target: Path) -> None:
+    """Rename a finished folder; what lies at the target stays until the new one is there."""
     if not os.path.lexists(target):
         os.rename(partial, target)
         return
-    # The earlier run stays until the new one is in its place.
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     os.rename(target, old)
     try:

@@ -235,7 +235,8 @@ def form(model: Model) -> list[Form]:
     Raises:
         InterpError: queries or keys that are not x W + b with the weights that `weights` reads.
     """
-    n, found = model.cfg.n_layers, {}
+    n = model.cfg.n_layers
+    found: dict[int, Form | None] = {}
     normed: dict[int, Tensor] = {}
 
     def look(a: Attention) -> None:
@@ -260,7 +261,9 @@ def form(model: Model) -> list[Form]:
     use = dict.fromkeys(range(n), look)
     with model.measuring(), hooks.attached(model, norms), attending(model, use):
         run(model, SimpleNamespace(tokens=tokens, attention_mask=torch.ones_like(tokens)))
-    return [found[layer] for layer in range(n)]
+    # A layer whose heads were all cut out has zeros for scores, which any form fits.
+    known = next((one for one in found.values() if one is not None), Form(True, False))
+    return [found[layer] or known for layer in range(n)]
 
 
 def tolerance(model: Model) -> float:
@@ -268,7 +271,10 @@ def tolerance(model: Model) -> float:
     return TOLERANCE.get(model.dtype, TOLERANCE_HALF)
 
 
-def _form_of(model: Model, a: Attention, prenorm: bool) -> Form:
+def _form_of(model: Model, a: Attention, prenorm: bool) -> Form | None:
+    """The form of a layer's scores; None where they are all zero."""
+    if not bool(a.scores.any()):
+        return None
     candidates: list[tuple[bool, bool]] = [(False, False)]
     if a.rotary is not None:
         candidates = [(True, False), (True, True)]

@@ -43,10 +43,12 @@ class Scores:
 
     loss: sum over the row's predicted tokens of the cross-entropy, in nats, float64 [batch].
     kl: sum over the same tokens of KL(clean || this run), in nats; None without a reference.
+    nll: the cross-entropy of every predicted token of the batch, row by row, in nats.
     """
 
     loss: Float64[Tensor, " batch"]
     kl: Float64[Tensor, " batch"] | None
+    nll: Float[Tensor, " predicted"] | None = None
 
 
 @dataclass
@@ -110,7 +112,8 @@ class Reader:
     def scores(self) -> Scores:
         """Sums over each row's tokens."""
         assert self.nll is not None, "the model never reached its unembedding"
-        return Scores(self._by_row(self.nll), None if self.kl is None else self._by_row(self.kl))
+        kl = None if self.kl is None else self._by_row(self.kl)
+        return Scores(self._by_row(self.nll), kl, self.nll)
 
     def _by_row(self, values: Float[Tensor, " predicted"]) -> Float64[Tensor, " batch"]:
         rows = self.index // self.batch.tokens.shape[1]

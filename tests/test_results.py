@@ -220,7 +220,7 @@ def test_a_shuffled_table_keeps_its_order_and_a_named_index_its_values(tmp_path)
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")]
 )
-@pytest.mark.parametrize("step", ["_write_table", "_write_tensors", "_move_into_place"])
+@pytest.mark.parametrize("step", ["_write_table", "_write_tensors", "move_into_place"])
 def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, step, error):
     real = getattr(results, step)
 

@@ -12,6 +12,7 @@ from interp.report import (
     asymmetry_figures,
     ffn_keys_figures,
     heads_figures,
+    heads_roles_figures,
     qkv_figures,
     toy_figures,
 )
@@ -19,7 +20,7 @@ from interp.report.spec import FigureSpec
 from interp.results import Result
 
 FIGURES: Mapping[str, Mapping[str, FigureSpec]] = {
-    "heads": heads_figures.FIGURES,
+    "heads": {**heads_figures.FIGURES, **heads_roles_figures.FIGURES},
     "asymmetry": asymmetry_figures.FIGURES,
     "ffn-keys": ffn_keys_figures.FIGURES,
     "qkv": qkv_figures.FIGURES,

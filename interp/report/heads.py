@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from interp.report import heads_export, heads_roles
 from interp.report.view import Digest, View, first_number, has
 from interp.report.words import (
     DASH,
@@ -113,7 +114,8 @@ def findings(result: Result) -> list[str]:
         _interaction(result),
         _baseline(result),
     )
-    return [part for part in parts if part]
+    more = heads_roles.findings(result)
+    return [*heads_export.findings(result), *(part for part in parts if part), *more]
 
 
 def _prunable_sentence(result: Result, limit: str) -> str | None:
@@ -314,6 +316,7 @@ def limits(result: Result) -> list[str]:
             "long before the average shows it. The best of several orders is a little flattered "
             "by being chosen."
         )
+    out += [*heads_export.limits(result), *heads_roles.limits(result)]
     out.append(
         "Intervals and tests treat documents as the unit. They speak of text like this sample, "
         "not of other kinds of text, longer contexts or other models."
@@ -327,7 +330,8 @@ def limits(result: Result) -> list[str]:
 def digests(result: Result) -> list[Digest]:
     """The prunable share by order, the extreme heads measured again, and the interaction."""
     made = (_prune_digest(result), _held_out_digest(result), _interaction_digest(result))
-    return [digest for digest in made if digest]
+    more = heads_roles.digests(result)
+    return [*heads_export.digests(result), *(digest for digest in made if digest), *more]
 
 
 def _with_ends(found: tuple[float, float | None, float | None] | None) -> str:
@@ -465,6 +469,6 @@ VIEW = View(
     digests=digests,
     rank={"heads": (("loss_delta", True), ("importance_norm", False))},
     narrow={"heads": narrow},
-    quiet=frozenset({"prune", "refine"}),
+    quiet=frozenset({"prune", "refine", "speed", "keep_one", "token_classes"}),
     compare=compare,
 )

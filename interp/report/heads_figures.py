@@ -20,6 +20,7 @@ from interp.report.heads import (
     prunable,
     total_heads,
 )
+from interp.report.heads_roles import ROLES
 from interp.report.view import has
 from interp.report.words import (
     NATS,
@@ -117,6 +118,13 @@ def _hover(row: Any, n: str) -> str:
     if value("kl") is not None:
         ends = interval(value("kl_low"), value("kl_high"), unsigned)
         lines.append(f"KL {unsigned(value('kl'))} {ends} {NATS}")
+    looks = [
+        f"{words} {value(name):.2f}"
+        for name, words in ROLES.items()
+        if name != "other" and value(name) is not None
+    ]
+    if looks:
+        lines.append(f"attention by role: {', '.join(looks)}")
     return "<br>".join(lines + ([f"n = {n}"] if n else []))
 
 
@@ -126,7 +134,7 @@ def _material(table: pd.DataFrame, low: str, high: str) -> pd.DataFrame | None:
     return table.loc[(table[low] > MATERIAL) | (table[high] < -MATERIAL), :]
 
 
-def _map(
+def head_map(
     result: Result,
     column: str,
     title: str,
@@ -136,18 +144,25 @@ def _map(
     root: bool = False,
     ends: tuple[str, str] | None = None,
     note: str = "",
+    upper: float | None = None,
 ) -> go.Figure:
-    """One cell per head: x is the head, y the layer; layer 0 at the top."""
+    """One cell per head: x is the head, y the layer; layer 0 at the top.
+
+    Colours end at the largest value, or at `upper`.
+    """
     table = result.tables["heads"]
     layers, heads = _shape(result, table)
     values = np.full((layers, heads), np.nan)
     hover = np.full((layers, heads), "not measured", dtype=object)
+    cut = [tuple(head) for head in result.model.get("removed") or []]
+    for head in cut:
+        hover[head] = f"head {head_label(*head)} was cut out of the checkpoint"
     n = documents(result)
     for row in table.itertuples(index=False):
         here = int(row.layer), int(row.head)  # type: ignore[arg-type]
         values[here] = getattr(row, column)
         hover[here] = _hover(row, n)
-    top = float(np.nanmax(np.abs(values))) or MATERIAL
+    top = upper or float(np.nanmax(np.abs(values))) or MATERIAL
     figure = go.Figure(
         go.Heatmap(
             z=values,
@@ -168,9 +183,11 @@ def _map(
     marked = _material(table, *ends) if ends else None
     parts = [model_name(result), n]
     measured = int(np.isfinite(values).sum())
-    if measured < values.size:
+    if measured < values.size - len(cut):
         why = "" if result.complete else "interrupted: "
-        parts.append(f"{why}{measured} of {values.size} heads measured")
+        parts.append(f"{why}{measured} of {values.size - len(cut)} heads measured")
+    if cut:
+        parts.append(f"blank: {len(cut)} heads cut out of the checkpoint")
     if marked is not None and len(marked):
         figure.add_scatter(
             x=marked["head"],
@@ -197,7 +214,7 @@ def _map(
 
 
 def _importance(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "importance_norm",
         "Sensitivity of the loss to each head (importance_norm)",
@@ -207,7 +224,7 @@ def _importance(result: Result) -> go.Figure:
 
 
 def _raw_importance(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "importance",
         "Sensitivity of the loss to each head, layers compared (importance)",
@@ -218,7 +235,7 @@ def _raw_importance(result: Result) -> go.Figure:
 
 
 def _loss_delta(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "loss_delta",
         f"Loss change when one head is removed ({ablation(result)} ablation)",
@@ -231,7 +248,7 @@ def _loss_delta(result: Result) -> go.Figure:
 
 
 def _loss_delta_mean(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "loss_delta_mean",
         "Loss change when one head gives its mean output (mean ablation)",
@@ -244,7 +261,7 @@ def _loss_delta_mean(result: Result) -> go.Figure:
 
 
 def _kl(result: Result) -> go.Figure:
-    return _map(
+    return head_map(
         result,
         "kl",
         f"How far the predictions move when one head is removed (KL, {ablation(result)} ablation)",

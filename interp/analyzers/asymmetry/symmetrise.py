@@ -182,8 +182,7 @@ def measure(
         announce: told the expected seconds once the first batch's first runs are through.
     """
     out = into or empty(model, text)
-    cfg = model.cfg
-    every = [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+    every = model.cfg.heads()
     from_start = not splice.usable(model, text)
     total = _Sums(text)
     bar = track(len(text) * (len(VARIANTS) + len(PER_HEAD) * len(every)), what, progress)

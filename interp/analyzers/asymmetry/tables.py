@@ -112,7 +112,14 @@ def _heads_table(run: Run) -> pd.DataFrame:
         if effects.finished.any():
             out |= _effect_columns(effects, _SUFFIXES[name])
     table: Any = pd.DataFrame({name: np.asarray(values).ravel() for name, values in out.items()})
+    table = table[_there(run, table)]
     return table[[name for name in columns.ORDER if name in table.columns]]
+
+
+def _there(run: Run, table: pd.DataFrame) -> np.ndarray:
+    """[row] whether a row's head is in the model; those cut out of the checkpoint have no row."""
+    gone = set(run.model.cfg.removed)
+    return np.array([at not in gone for at in zip(table["layer"], table["head"], strict=True)])
 
 
 def _correlation_columns(on_text: OnText) -> dict[str, np.ndarray]:
@@ -138,12 +145,19 @@ def _effect_columns(effects: Effects, suffix: str) -> dict[str, np.ndarray]:
     clean = effects.clean[done][:, None, None]
     one, control = (effects.single[variant][done] - clean for variant in PER_HEAD)
     out: dict[str, np.ndarray] = {}
+    there = np.isfinite(one).all(0)  # heads that were cut out of the checkpoint have nothing
     for name, values in (("symmetrised", one), ("control", control), ("excess", one - control)):
-        test = stats.paired_t(values)
-        out[f"loss_delta_{name}{suffix}"] = test.mean
-        out[f"{name}{suffix}_low"], out[f"{name}{suffix}_high"] = test.low, test.high
+        test = stats.paired_t(values[:, there])
+        found = {
+            f"loss_delta_{name}{suffix}": test.mean,
+            f"{name}{suffix}_low": test.low,
+            f"{name}{suffix}_high": test.high,
+        }
         if name != "control":
-            out[f"{name}{suffix}_q"] = stats.benjamini_hochberg(test.p)
+            found[f"{name}{suffix}_q"] = stats.benjamini_hochberg(test.p)
+        for column, numbers in found.items():
+            out[column] = np.full(there.shape, np.nan)
+            out[column][there] = numbers
     return out
 
 
@@ -173,7 +187,7 @@ def _offsets_table(run: Run) -> pd.DataFrame:
     assert run.weights.by_offset is not None
     assert run.weights.by_offset_reversed is not None
     layers, heads, at = np.indices(run.weights.by_offset.shape)
-    return pd.DataFrame(
+    table: Any = pd.DataFrame(
         {
             "layer": layers.ravel(),
             "head": heads.ravel(),
@@ -182,6 +196,7 @@ def _offsets_table(run: Run) -> pd.DataFrame:
             "symmetry_reversed": run.weights.by_offset_reversed.ravel(),
         }
     )
+    return table[_there(run, table)]
 
 
 def _symmetrise_table(effects: dict[str, Effects]) -> pd.DataFrame:

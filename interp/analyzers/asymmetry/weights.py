@@ -186,7 +186,7 @@ def measure(
         offsets = [0, *(2**i for i in range(11) if 2**i < cfg.n_ctx)]
     shape = (cfg.n_layers, cfg.n_heads, len(offsets))
     curves = [np.full(shape, np.nan), np.full(shape, np.nan)]
-    bases = []
+    bases, removed = [], set(cfg.removed)
     for folded in (False, True):
         if folded and not all(f.prenorm for f in forms):
             continue
@@ -199,10 +199,12 @@ def measure(
                 break
             w_q, w_k = scores.weights(model, layer)
             found = Layer(w_q, w_k, fold)
+            there = np.array([(layer, h) not in removed for h in range(cfg.n_heads)])
             for name, values in found.metrics(metrics).items():
-                heads[name][layer] = values.cpu().numpy()
+                heads[name][layer] = np.where(there, values.cpu().numpy(), np.nan)
             rng = np.random.default_rng([seed, layer])
-            null.append(found.repaired(rng).cpu().numpy())
+            pairs = found.repaired(rng).cpu().numpy()
+            null.append(pairs[np.isfinite(pairs)])  # without Q or K of heads that were cut out
             whole["symmetry"][layer], whole["directionality"][layer] = found.whole()
             if offsets and not folded:
                 for i, offset in enumerate(offsets):

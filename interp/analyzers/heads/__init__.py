@@ -9,6 +9,8 @@ In the style of Michel, Levy and Neubig (2019), "Are Sixteen Heads Really Better
 * exact: the loss with the head removed minus the loss without, paired by document, and
   KL(clean || removed) of the next-token distributions.
 * the pruning curve: heads removed together, least important first.
+* keep_one: what a layer loses with its best head alone; roles: where heads look, and with exact
+  for which kinds of token they matter; export: a checkpoint that really lacks the heads.
 
 What the numbers do not show. Importance is a slope: it ranks sensitivity (it follows KL), not the
 sign or size of the loss change. A head that can be removed alone may matter once others are gone
@@ -26,7 +28,17 @@ from typing import Any
 import numpy as np
 
 from interp import hooks
-from interp.analyzers.heads import curve, importance, measure, tables
+from interp.analyzers.heads import (
+    curve,
+    cutting,
+    export,
+    importance,
+    keepone,
+    measure,
+    roles,
+    tables,
+    tokenclasses,
+)
 from interp.analyzers.heads.measure import Sweep
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import HeadsConfig, with_options
@@ -40,38 +52,54 @@ HELD_OUT_HEADS = 5
 """Heads at each end of the exact ranking that are measured again on other documents."""
 
 
-def heads(model: Model, text: Text, config: HeadsConfig | None = None, /, **options: Any) -> Result:
-    """Measure head importance, exact removal effects and the pruning curve.
+def heads(
+    model: Model,
+    text: Text,
+    config: HeadsConfig | None = None,
+    /,
+    *,
+    overwrite: bool = False,
+    command: str | None = None,
+    **options: Any,
+) -> Result:
+    """Measure head importance, exact removal effects and the pruning curve; cut heads out.
 
     Args:
         model: from `load_model`.
         text: from `load_text`, tokenised for the same model.
         config: all options at once, or
         **options: fields of `HeadsConfig` by name (`prune=True, exact=True, ...`).
+        overwrite: with export, replace a checkpoint that was exported there before.
+        command: with export, the command line that the model card shows.
 
     Returns:
-        A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`.
+        A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`,
+        with keep_one `keep_one`, with exact and roles `token_classes`, with export `speed`.
         Interrupted with Ctrl-C it holds what was measured so far and `complete` is False.
 
     Raises:
-        InterpError: an unknown option, a model without per-head attention outputs, or a
-            non-finite loss.
+        InterpError: an unknown option, a model without per-head attention outputs, a non-finite
+            loss, or heads that cannot be cut out.
 
     Source: Michel et al. (2019), arXiv:1905.10650.
     """
     config = with_options(HeadsConfig, config, options)
     expect_model(model)
     expect_text(text)
-    hooks.require(model, "z", "attn_out")
+    hooks.require(model, "z", "attn_out", *(["pattern"] if config.roles else []))
     if config.exact and config.ablation != "zero" and len(text) < 2:
         raise InterpError(
             f"--ablation {config.ablation} takes what stands in for a head from other documents, "
             "and there is one only. Give more documents, or use --ablation zero."
         )
+    if config.export is not None:
+        export.refuse_early(model, config, overwrite)
     run = _Run(model, text, config)
     try:
         with model.measuring():
             run.measure()
+            if config.export is not None:
+                run.cut_out(overwrite, command)
     except KeyboardInterrupt:
         if run.gradients is None:
             raise
@@ -112,17 +140,21 @@ class _Run:
         self.gradients: importance.Gradients | None = None
         self.exact: Sweep | None = None
         self.exact_mean: Sweep | None = None
+        self.classes: tokenclasses.ByClass | None = None
         self.orders: list[curve.Order] = []
         self.baseline: np.ndarray | None = None  # [document] of the curve's text
         self.interaction: list[dict[str, Any]] = []
         self.held_out: dict[str, list[dict[str, Any]]] = {}
         self.group = model.cfg.n_heads // model.cfg.n_kv_heads if config.unit == "kv" else 1
-        self.units = curve.units(model.cfg.n_layers, model.cfg.n_heads, self.group)
-        self.all_heads = [
-            (layer, head)
-            for layer in range(model.cfg.n_layers)
-            for head in range(model.cfg.n_heads)
-        ]
+        cfg = model.cfg
+        # With gaps where heads were cut out of the checkpoint: aligned with scores [layer, unit].
+        self.units = curve.units(cfg.n_layers, cfg.n_heads, self.group, set(cfg.removed))
+        self.all_heads = cfg.heads()
+        self.roles: roles.Roles | None = None
+        # Made first, so that a context too short for them is told before anything is measured.
+        self.sequences = roles.repeated(model, text, config.seed) if config.roles else None
+        self.keep_one: keepone.KeepOne | None = None
+        self.cut: cutting.Cut | None = None
         self._choose_documents()
         self.notices += hooks.foreign_notices(model)
 
@@ -130,7 +162,7 @@ class _Run:
         """Where an order is chosen by measuring, its curve comes from other documents."""
         self.judge = self.text  # documents of the curve and of held-out estimates
         self.choosing = np.arange(len(self.text))  # rows of self.text that choose
-        if not (self.config.exact or self.config.rescore):
+        if not (self.config.exact or self.config.rescore or self.config.keep_one):
             return
         try:
             held_out = self.text.held_out(len(self.text))
@@ -159,8 +191,12 @@ class _Run:
         self.gradients = importance.gradients(
             model, self.text, config.batch_size, progress=config.progress
         )
+        if config.roles:
+            self.roles = roles.measure(self)
         if config.exact:
             self._measure_exact()
+        if config.keep_one:
+            self.keep_one = keepone.measure(self)
         if config.prune or config.rescore:
             self._measure_curve()
 
@@ -173,6 +209,7 @@ class _Run:
         kl: bool = False,
         into: Sweep | None = None,
         means: importance.Gradients | None = None,
+        classes: tokenclasses.ByClass | None = None,
     ) -> Sweep:
         """Removals under this run's options; z statistics are the sample's unless given."""
         config = self.config
@@ -187,6 +224,7 @@ class _Run:
             progress=config.progress,
             what=what,
             into=into,
+            classes=classes,
         )
 
     def _measure_exact(self) -> None:
@@ -208,12 +246,15 @@ class _Run:
         )
         n = len(self.text)
         self.exact = measure.empty_sweep(n, len(self.all_heads), kl=True)
+        if config.roles:
+            self.classes = tokenclasses.ByClass(n, len(self.all_heads))
         self._sweep(
             self.text,
             plans[config.ablation],
             f"{config.ablation} ablation",
             kl=True,
             into=self.exact,
+            classes=self.classes,
         )
         self.exact_mean = self.exact
         if n < 2:
@@ -262,26 +303,28 @@ class _Run:
 
     def _measure_curve(self) -> None:
         assert self.gradients is not None
-        config, model, n = self.config, self.model, len(self.units)
+        config, n = self.config, sum(map(bool, self.units))
         raw = curve.importance_of_units(self.gradients.xi, self.group)
         by_norm = curve.ascending(curve.normalised(raw), self.units)
         counts = curve.step_counts(n, config.step)
+        if config.fraction is not None:
+            counts = sorted({*counts, round(config.fraction * n)})
         self.orders = [
             curve.Order("importance", None, by_norm, counts),
             curve.Order("raw", None, curve.ascending(raw, self.units), counts),
             curve.Order("compensated", None, by_norm, counts, mode="bias"),
         ]
         if self.exact is not None:
-            own = self.exact.delta[self.choosing].mean(0)
-            own = own.reshape(model.cfg.n_layers, -1, self.group).sum(-1)
+            own = self._own_of_units(self.exact.delta[self.choosing].mean(0))
             self.orders.append(curve.Order("exact", None, curve.ascending(own, self.units), counts))
         if config.rescore:
             self.orders.append(self._rescored(counts))
         seeds = [np.random.default_rng([config.seed, i]) for i in range(curve.RANDOM_SEEDS)]
-        shuffled = [[self.units[j] for j in rng.permutation(n)] for rng in seeds]
+        there = [unit for unit in self.units if unit]
+        shuffled = [[there[j] for j in rng.permutation(n)] for rng in seeds]
         some = curve.random_counts(n)
         members = [curve.Order("random", i, us, some) for i, us in enumerate(shuffled)]
-        self.orders.append(curve.Order("random", None, self.units, some, members=members))
+        self.orders.append(curve.Order("random", None, there, some, members=members))
 
         def on_judge(removals: list[Removal], what: str) -> Sweep:
             found = measure.empty_sweep(len(self.judge), len(removals), kl=False)
@@ -297,12 +340,18 @@ class _Run:
         if not self.complete:
             raise KeyboardInterrupt
         growing = measure.Growing(
-            model, self.judge, config.batch_size, self.gradients, config.progress
+            self.model, self.judge, config.batch_size, self.gradients, config.progress
         )
+        limits = [*curve.LIMITS, *([config.max_loss] if config.max_loss is not None else [])]
         for order in self.orders:
-            curve.refine(order, growing)
+            curve.refine(order, growing, limits if order.name != "random" else curve.LIMITS)
         if self.exact is not None:
             self._measure_interaction(self.orders[0])
+
+    def _own_of_units(self, own: np.ndarray) -> np.ndarray:
+        """[unit] sums of what every head [head] does alone."""
+        place = {head: i for i, head in enumerate(self.all_heads)}
+        return np.array([sum(own[place[head]] for head in unit) for unit in self.units])
 
     def _rescored(self, counts: list[int]) -> curve.Order:
         """Importance estimated again, on the choosing documents, after every step."""
@@ -347,6 +396,13 @@ class _Run:
                     "ci_high": gap.high,
                 }
             )
+
+    def cut_out(self, overwrite: bool, command: str | None) -> None:
+        """Write the checkpoint; where that fails, what was measured is not lost."""
+        try:
+            self.cut = cutting.cut_out(self, overwrite, command)
+        except (InterpError, RuntimeError) as error:  # the latter: out of memory, above all
+            self.notices.append(f"No checkpoint was written: {error}")
 
     def result(self) -> Result:
         """Tables, summary and provenance."""

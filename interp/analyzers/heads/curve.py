@@ -6,7 +6,7 @@ with the query heads that read it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,10 +24,13 @@ RANDOM_FRACTIONS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 Unit = tuple[Head, ...]
 
 
-def units(n_layers: int, n_heads: int, group: int) -> list[Unit]:
-    """All units, in layer and head order; `group` query heads each."""
+def units(n_layers: int, n_heads: int, group: int, absent: Collection[Head] = ()) -> list[Unit]:
+    """All units, in layer and head order: `group` query heads each, less those that are absent.
+
+    A unit of which nothing is left is an empty tuple, so that places stay.
+    """
     return [
-        tuple((layer, h) for h in range(first, first + group))
+        tuple((layer, h) for h in range(first, first + group) if (layer, h) not in absent)
         for layer in range(n_layers)
         for first in range(0, n_heads, group)
     ]
@@ -51,9 +54,9 @@ def normalised(importance: np.ndarray) -> np.ndarray:
 
 
 def ascending(scores: np.ndarray, all_units: Sequence[Unit]) -> list[Unit]:
-    """Units by ascending score [layer, unit]; ties by layer, then head."""
+    """Units that are there by ascending score [layer, unit]; ties by layer, then head."""
     order = np.argsort(scores.reshape(-1), kind="stable")
-    return [all_units[i] for i in order]
+    return [all_units[i] for i in order if all_units[i]]
 
 
 def step_counts(n_units: int, step: float) -> list[int]:
@@ -109,11 +112,11 @@ class Order:
         if self.members and all(n in member.points for member in self.members):
             self.points[n] = np.mean([member.points[n] for member in self.members], axis=0)
 
-    def wanted(self, ahead: int) -> list[int]:
+    def wanted(self, ahead: int, limits: Sequence[float] = LIMITS) -> list[int]:
         """Counts to be measured before every crossing is known to the unit, `ahead` at once."""
         found: set[int] = set()
         for curve in self.curves().values():
-            for limit in LIMITS:
+            for limit in limits:
                 step = self._crossed(curve, limit)
                 if step is None:
                     continue
@@ -128,20 +131,22 @@ class Order:
 
     def prunable(self, curve: dict[int, float], limit: float) -> float:
         """Share of heads that go before the curve first exceeds the limit (interface.md)."""
+        return self.heads_removed(self.before(curve, limit)) / self.heads_removed(len(self.units))
+
+    def before(self, curve: dict[int, float], limit: float) -> int:
+        """Units that go before the curve first exceeds the limit."""
         step = self._crossed(curve, limit)
         measured = [n for n in self.counts if n in curve]
         if step is None:
-            count = measured[-1]
-        else:
-            before, last = step
-            inside = [n for n in sorted(curve) if before <= n <= last]
-            # From 0, so that the reader of the counts sees the whole first part of the curve.
-            count = stats.first_crossing(
-                [n for n in measured if n < before] + inside,
-                [min(curve[n], limit) for n in measured if n < before] + [curve[n] for n in inside],
-                limit,
-            )
-        return self.heads_removed(count) / self.heads_removed(len(self.units))
+            return measured[-1]
+        before, last = step
+        inside = [n for n in sorted(curve) if before <= n <= last]
+        # From 0, so that the reader of the counts sees the whole first part of the curve.
+        return stats.first_crossing(
+            [n for n in measured if n < before] + inside,
+            [min(curve[n], limit) for n in measured if n < before] + [curve[n] for n in inside],
+            limit,
+        )
 
     def _crossed(self, curve: dict[int, float], limit: float) -> tuple[int, int] | None:
         """The first step (from, to) whose end exceeds the limit, or None."""
@@ -178,9 +183,9 @@ def measure_steps(orders: Sequence[Order], measure: Measure) -> None:
             order.take(n)
 
 
-def refine(order: Order, growing: Growing) -> None:
+def refine(order: Order, growing: Growing, limits: Sequence[float] = LIMITS) -> None:
     """Measure head by head inside the steps that cross a limit, until every crossing is known."""
-    while counts := order.wanted(growing.ahead):
+    while counts := order.wanted(growing.ahead, limits):
         for member in order.members or [order]:
             for n, delta in growing.measure(member, counts).items():
                 member.points[n] = delta

@@ -18,6 +18,7 @@ import torch
 from interp import interventions, splice
 from interp.analyzers.heads.importance import BatchSize, Gradients, predicted_counts
 from interp.analyzers.heads.standins import Donors, Removal, StandIns
+from interp.analyzers.heads.tokenclasses import ByClass
 from interp.model import Model
 from interp.progress import batch_rows, track
 from interp.text import Text
@@ -57,6 +58,7 @@ def sweep(
     progress: bool = False,
     what: str = "removals",
     into: Sweep | None = None,
+    classes: ByClass | None = None,
 ) -> Sweep:
     """Measure removals, each batch's clean prefix computed once and shared by all of them.
 
@@ -71,6 +73,7 @@ def sweep(
         progress: show a bar.
         what: the bar's name.
         into: filled in place, so that an interrupted caller keeps what was measured.
+        classes: filled with the losses by class of token.
     """
     n_docs = len(text)
     out = into or empty_sweep(n_docs, len(removals), kl)
@@ -86,6 +89,8 @@ def sweep(
         clean = splice.run_clean(model, batch, kl=kl)
         splice.check_finite(clean.scores.loss, "loss")
         base.add(0, rows, clean.scores.loss)
+        if classes is not None:
+            classes.start(batch, clean.scores)
         source = StandIns(model, clean, means, donors)
         runs = (
             splice.run_edited(model, clean, source.edits(r), from_start=from_start)
@@ -94,6 +99,8 @@ def sweep(
         for i, scores in enumerate(_held(runs, FLUSH.get(model.device.type, 1))):
             splice.check_finite(scores.loss, f"loss without {_named(removals[i])}")
             finished = loss.add(i, rows, scores.loss)
+            if classes is not None:
+                classes.add(i, scores)
             if diverged is not None:  # nothing removed, nothing diverges
                 diverged.add(i, rows, scores.loss * 0 if scores.kl is None else scores.kl)
             bar.update(finished)

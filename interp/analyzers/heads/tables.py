@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve
+from interp.analyzers.heads import curve, keepone, roles, speed, tokenclasses
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -114,6 +114,28 @@ SUMMARY_COLUMNS = {
     "material_zero_and_mean": Column("heads", "Heads material under both kinds of ablation."),
     "rank_correlation": Column("Spearman rho", "Over heads."),
     "held_out": Column(NATS, "Heads at the ends of the ranking, measured on other documents."),
+    "token_classes": Column(
+        "mixed",
+        "Per class of predicted token: its tokens, documents and mean loss (nats per token), the "
+        "heads that are material there, and which of them are negligible on average.",
+    ),
+    "roles": Column(
+        "mixed",
+        "Heads by role, with their mean importance and loss change (nats per token); scores of an "
+        "untrained model; Spearman's rho of importance, loss change and KL over heads, between "
+        "text and repeated random tokens and between halves of the text.",
+    ),
+    "keep_one": Column(
+        "mixed",
+        "Layers by verdict with only their best head left; Gini coefficient of the loss change "
+        "over layers, beside that of layers that all cost the same (null); documents behind both.",
+    ),
+    "export": Column(
+        "mixed",
+        "The written checkpoint: heads cut out, loss before and after (nats per token, paired by "
+        "document), parameters, bytes of the KV cache per token, largest relative difference of "
+        "its logits from the masked model's.",
+    ),
     "interaction": Column(
         NATS, "Joint loss change at each step minus the sum of its heads' own, same documents."
     ),
@@ -129,7 +151,7 @@ def assemble(run: _Run) -> Result:
     """Everything a run has measured, as a Result."""
     assert run.gradients is not None
     tables = {"heads": _heads_table(run)}
-    columns = {"heads": described(tables["heads"], HEADS_COLUMNS)}
+    columns = {"heads": described(tables["heads"], HEADS_COLUMNS | roles.COLUMNS)}
     measured = [order for order in run.orders if order.points]
     if measured:
         assert run.baseline is not None
@@ -140,6 +162,22 @@ def assemble(run: _Run) -> Result:
             tables["refine"] = refined
             columns["refine"] = PRUNE_COLUMNS
     summary = _summary(run, tables["heads"], measured)
+    if run.classes is not None and run.complete:
+        tables["token_classes"] = tokenclasses.table(run.classes, run.all_heads)
+        columns["token_classes"] = tokenclasses.COLUMNS
+        summary["token_classes"] = tokenclasses.summary(
+            tables["token_classes"], tables["heads"], run.classes
+        )
+    if run.roles is not None:
+        summary["roles"] = roles.summary(run, run.roles, tables["heads"])
+    if run.keep_one is not None:
+        summary["keep_one"] = keepone.summary(run.keep_one, run)
+        tables["keep_one"] = keepone.table(run.keep_one)
+        columns["keep_one"] = keepone.COLUMNS
+    if run.cut is not None:
+        summary["export"] = run.cut.summary()
+        tables["speed"] = speed.table(run.cut.timings)
+        columns["speed"] = speed.SPEED_COLUMNS
     return Result(
         analyzer="heads",
         config=dataclasses.asdict(run.config),
@@ -189,8 +227,13 @@ def _heads_table(run: _Run) -> pd.DataFrame:
             "importance_token": run.gradients.token.mean(0).ravel(),
         }
     )
+    n_heads = run.model.cfg.n_heads
+    table = table.loc[[layer * n_heads + head for layer, head in run.all_heads]]
     if run.exact is not None:
         table = table.assign(**_exact_columns(run))
+    if run.roles is not None:
+        at = table["layer"].to_numpy(), table["head"].to_numpy()
+        table = table.assign(**{name: v[at] for name, v in roles.columns(run.roles).items()})
     return table
 
 

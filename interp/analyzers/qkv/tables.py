@@ -103,9 +103,9 @@ def _comparisons(run: Run) -> pd.DataFrame:
 
 
 def _overlap(run: Run) -> pd.DataFrame:
-    parts = []
+    parts, gone = [], set(run.model.cfg.removed)
     for one in run.overlaps:
-        heads = np.arange(len(one.kernel))
+        heads = np.array([h for h in range(len(one.kernel)) if (one.layer, h) not in gone], int)
         low, high = np.percentile(one.null, (2.5, 97.5))
         parts.append(
             pd.DataFrame(
@@ -115,11 +115,11 @@ def _overlap(run: Run) -> pd.DataFrame:
                     "kv_head": [run.model.kv_head(int(h)) for h in heads],
                     "pair": "".join(one.pair),
                     "weighted": one.weighted,
-                    "kernel": one.kernel,
+                    "kernel": one.kernel[heads],
                     "null_mean": one.null.mean(),
                     "null_low": low,
                     "null_high": high,
-                    "percentile": one.percentile,
+                    "percentile": one.percentile[heads],
                     "others_mean": one.others,
                 }
             )
