@@ -8,9 +8,11 @@ from interp.config import (
     AsymmetryConfig,
     FfnKeysConfig,
     HeadsConfig,
+    JudgedTextOptions,
     ManyTextOptions,
     ModelOptions,
     ModelsOptions,
+    SuperpositionConfig,
     TextOptions,
 )
 
@@ -27,6 +29,8 @@ class Analyzer:
     # says (needs_text; always where it does not say).
     models: type[ModelOptions] = ModelOptions
     texts: type[TextOptions] = TextOptions  # its defaults are this command's
+    # The function keeps checkpoints (`out`, the run's folder) and its config has `resume`.
+    resumes: bool = False
 
 
 ANALYZERS = {
@@ -46,5 +50,12 @@ ANALYZERS = {
         "interp.analyzers.ffn_keys:ffn_keys",
         "What do the keys of an FFN answer to, and what do their values say?",
         texts=ManyTextOptions,
+    ),
+    "superposition": Analyzer(
+        SuperpositionConfig,
+        "probes.run:superposition",
+        "Which features does a sparse autoencoder find in an MLP's output, and how good is it?",
+        texts=JudgedTextOptions,
+        resumes=True,
     ),
 }
