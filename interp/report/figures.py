@@ -8,7 +8,12 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from interp.errors import InterpError
-from interp.report import asymmetry_figures, ffn_keys_figures, heads_figures
+from interp.report import (
+    asymmetry_figures,
+    ffn_keys_figures,
+    heads_figures,
+    superposition_figures,
+)
 from interp.report.spec import FigureSpec
 from interp.results import Result
 
@@ -16,6 +21,7 @@ FIGURES: Mapping[str, Mapping[str, FigureSpec]] = {
     "heads": heads_figures.FIGURES,
     "asymmetry": asymmetry_figures.FIGURES,
     "ffn-keys": ffn_keys_figures.FIGURES,
+    "superposition": superposition_figures.FIGURES,
 }
 
 

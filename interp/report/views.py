@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from interp.report import asymmetry, ffn_keys, heads
+from interp.report import asymmetry, ffn_keys, heads, superposition
 from interp.report.view import View
 from interp.results import Result
 
@@ -12,6 +12,7 @@ VIEWS: Mapping[str, View] = {
     "heads": heads.VIEW,
     "asymmetry": asymmetry.VIEW,
     "ffn-keys": ffn_keys.VIEW,
+    "superposition": superposition.VIEW,
 }
 
 
