@@ -51,11 +51,11 @@ class Losses:
 
     def loss(self, name: str) -> np.ndarray:
         """[document] mean loss of each document that was run, in nats per token."""
-        return (self.nll[name] / self.tokens)[self.documents]
+        return self.nll[name][self.documents] / self.tokens[self.documents]
 
     def divergence(self, name: str) -> np.ndarray:
         """[document] mean KL from the clean distributions, in nats per token."""
-        return (self.kl[name] / self.tokens)[self.documents]
+        return self.kl[name][self.documents] / self.tokens[self.documents]
 
 
 def splice_in(

@@ -225,6 +225,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "loss_error": float(losses.loss(running.ERROR).mean()),
         **row,
         **_delta("error_delta", losses.loss(running.ERROR) - clean),
+        **_delta("error_excess", losses.loss(running.ERROR) - losses.loss(running.SAE)),
         **_delta("zero_delta", losses.loss(running.ZERO) - clean),
         **_delta("mean_delta", losses.loss(running.MEAN) - clean),
     }

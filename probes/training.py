@@ -6,7 +6,7 @@ every block. Inputs are multiplied by one constant, so that their norm is sqrt(d
 from the saved files: an SAE of raw activations, the one that is judged.
 
 What is SAELens': parameters, losses, auxiliary losses, Adam, schedules, dead features' counts.
-What is not: the decoder's bias starts at the data's mean; batchtopk's threshold is set on a sample,
+What is not: the decoder's bias starts at the data's mean, topk's weights at norm 1; batchtopk's threshold is set on a sample,
 since SAELens' running average is far off after a short run.
 """
 
@@ -199,11 +199,13 @@ def _class(plan: Plan) -> Any:
         "normalize_activations": "expected_average_only_in",
     }
     warm_up = plan.steps // 20
+    # Unit rows, the encoder their transpose (Gao et al. 2024): SAELens' default of 0.1 takes many
+    # more steps to grow.
+    unit = {"k": plan.k, "decoder_init_norm": 1.0}
     if plan.arch == "topk":
-        config = sae_lens.TopKTrainingSAEConfig(k=plan.k, **shared)
-        return sae_lens.TopKTrainingSAE(config)
+        return sae_lens.TopKTrainingSAE(sae_lens.TopKTrainingSAEConfig(**unit, **shared))
     if plan.arch == "batchtopk":
-        config = sae_lens.BatchTopKTrainingSAEConfig(k=plan.k, **shared)
+        config = sae_lens.BatchTopKTrainingSAEConfig(**unit, **shared)
         return sae_lens.BatchTopKTrainingSAE(config)
     weight = 1.0 if plan.sparsity is None else plan.sparsity
     if plan.arch == "jumprelu":

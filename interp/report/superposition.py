@@ -93,9 +93,9 @@ def _loss(result: Result) -> str | None:
         verdict = ", not told from 0"
     return (
         f"With the SAE's reconstruction in the place of layer {count(s.get('layer'))}'s MLP output "
-        f"the loss rises by {with_ends(s, 'loss_delta', signed)} nats per token{verdict}, from "
+        f"the loss changes by {with_ends(s, 'loss_delta', signed)} nats per token{verdict}, from "
         f"{unsigned(s.get('loss_clean'))} (KL {with_ends(s, 'kl', unsigned)}; 95% intervals over "
-        f"{n} documents). Without the layer it rises by {with_ends(s, 'zero_delta', signed)} (zero "
+        f"{n} documents). Without the layer it changes by {with_ends(s, 'zero_delta', signed)} (zero "
         f"in its place), by {with_ends(s, 'mean_delta', signed)} (its mean)."
     )
 
@@ -117,15 +117,17 @@ def _recovered(result: Result) -> str | None:
 
 def _error(result: Result) -> str | None:
     s = result.summary
-    error, own = number(s.get("error_delta")), number(s.get("loss_delta"))
-    if error is None or own is None:
+    low, high = number(s.get("error_excess_low")), number(s.get("error_excess_high"))
+    if number(s.get("error_excess")) is None:
         return None
     row = rows_of(result).get("random error", {})
-    verdict = "less" if error < own else "more"
+    verdict = "not told from"
+    if low is not None and high is not None and not low <= 0 <= high:
+        verdict = "more than" if low > 0 else "less than"
     return (
         "An error as long at every position, in a random direction, costs "
         f"{with_ends(s, 'error_delta', signed)} nats (KL {with_ends(row, 'kl', unsigned)}): "
-        f"{verdict} than the SAE's."
+        f"{verdict} the SAE's own, {with_ends(s, 'error_excess', signed)}."
     )
 
 
