@@ -309,7 +309,7 @@ class SuperpositionConfig(RunOptions):
     """Weight of the sparsity penalty (jumprelu, standard, gated). Default: SAELens' 1."""
     train_tokens: int = 200_000
     """Positions to train on. A short run by default: real ones need 1e8 or more."""
-    train_batch: int = 1024
+    train_batch: int = 512
     """Positions per training step, 1 or more."""
     lr: float = 1e-3
     """Adam's learning rate, above 0."""

@@ -6,8 +6,8 @@ every block. Inputs are multiplied by one constant, so that their norm is sqrt(d
 from the saved files: an SAE of raw activations, the one that is judged.
 
 What is SAELens': parameters, losses, auxiliary losses, Adam, schedules, dead features' counts.
-What is not: the decoder's bias starts at the data's mean, topk's weights at norm 1; batchtopk's threshold is set on a sample,
-since SAELens' running average is far off after a short run.
+What is not: the decoder's bias starts at the data's mean, topk's weights at norm 1; batchtopk's
+threshold is set on a sample, since SAELens' running average is far off after a short run.
 """
 
 from __future__ import annotations

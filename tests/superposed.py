@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests import tiny
 
-VOCAB, D_MODEL, D_MLP, FEATURES, ACTIVE = 1200, 64, 96, 128, 3
+VOCAB, D_MODEL, D_MLP, FEATURES, ACTIVE = 2400, 64, 96, 128, 3
 BIAS = 40.0  # pre-activations are a few units: GELU is linear there
 
 

@@ -95,8 +95,9 @@ def _loss(result: Result) -> str | None:
         f"With the SAE's reconstruction in the place of layer {count(s.get('layer'))}'s MLP output "
         f"the loss changes by {with_ends(s, 'loss_delta', signed)} nats per token{verdict}, from "
         f"{unsigned(s.get('loss_clean'))} (KL {with_ends(s, 'kl', unsigned)}; 95% intervals over "
-        f"{n} documents). Without the layer it changes by {with_ends(s, 'zero_delta', signed)} (zero "
-        f"in its place), by {with_ends(s, 'mean_delta', signed)} (its mean)."
+        f"{n} documents). With zero in its place it changes by "
+        f"{with_ends(s, 'zero_delta', signed)}, with its mean by "
+        f"{with_ends(s, 'mean_delta', signed)}."
     )
 
 
