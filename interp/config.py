@@ -307,7 +307,7 @@ class SuperpositionConfig(RunOptions):
     """Kind of SAE: topk, batchtopk, jumprelu, standard (L1) or gated."""
     sparsity: float | None = None
     """Weight of the sparsity penalty (jumprelu, standard, gated). Default: SAELens' 1."""
-    train_tokens: int = 200_000
+    train_tokens: int = 150_000
     """Positions to train on. A short run by default: real ones need 1e8 or more."""
     train_batch: int = 512
     """Positions per training step, 1 or more."""

@@ -226,6 +226,18 @@ class Text:
             documents, place, _ = pool.take(place, CHUNK)
             yield from documents
 
+    def distinct(self) -> tuple["Text", list[str]]:
+        """The text with every document once (a subset may repeat some), and a notice if it did."""
+        first: dict[int, int] = {}
+        for place, document in enumerate(self.documents):
+            first.setdefault(document.index, place)
+        if len(first) == len(self):
+            return self, []
+        notice = (
+            f"{len(self) - len(first)} documents are in the text more than once; each counts once."
+        )
+        return self.subset(list(first.values())), [notice]
+
     def subset(self, positions: Sequence[int]) -> "Text":
         """The documents at these 0-based places, in the order given (repeats allowed).
 

@@ -60,7 +60,7 @@ def superposition(
     config: SuperpositionConfig | None = None,
     /,
     *,
-    out: Path | None = None,
+    out: str | Path | None = None,
     **options: Any,
 ) -> Result:
     """Train a sparse autoencoder on an MLP's output, judge it, and read its features.
@@ -125,22 +125,23 @@ class Run:
     """
 
     def __init__(
-        self, model: Model, text: Text, config: SuperpositionConfig, out: Path | None = None
+        self, model: Model, text: Text, config: SuperpositionConfig, out: str | Path | None = None
     ) -> None:
         self.model, self.config = model, config
         self.began = time.perf_counter()
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.notices = [*model.notices, *text.notices, *hooks.foreign_notices(model)]
         self.complete = True
-        self.text = text
+        self.text, repeated = text.distinct()
+        self.notices += repeated
         self.layer = _layer(model, config)
         hooks.site(model, activations.SITE, self.layer)
         self.has_neurons = self._has_neurons()
-        partial = None if out is None else out.with_name(out.name + ".partial")
+        partial = None if out is None else Path(out).with_name(Path(out).name + ".partial")
         self.checkpoints = None if partial is None else partial / CHECKPOINTS
         if self.checkpoints is not None and not config.resume:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self.windows = Windows.of(text, config.train_tokens)
+        self.windows = Windows.of(self.text, config.train_tokens)
         self.batch = min(config.train_batch, self.windows.tokens)
         self.trained: dict[str, Trained] = {}
         self.jobs: list[Job] = []
@@ -187,10 +188,13 @@ class Run:
         return coefficients.memory(self.model, self.layer)
 
     def _has_neurons(self) -> bool:
+        """Whether the MLP's output is the sum of its neurons' activations times their values."""
         try:
             coefficients.require(self.model)
-        except InterpError:
-            self.notices.append("This MLP has no dense neurons: they are not compared with.")
+            with self.model.measuring():
+                coefficients.check(self.model, self.text, [self.layer])
+        except InterpError as error:
+            self.notices.append(f"The MLP's neurons are not compared with: {error}")
             return False
         return True
 
@@ -223,8 +227,6 @@ class Run:
 
     def measure(self) -> None:
         """Train, judge, read: in this order, for an interruption to lose least."""
-        if self.has_neurons:
-            coefficients.check(self.model, self.text, [self.layer])
         stream = self._stream()
         self.calibration, self.sample = self._calibrate(stream)
         if self.config.sae is None:
