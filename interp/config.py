@@ -325,6 +325,8 @@ class SuperpositionConfig(RunOptions):
     """Contexts to keep per feature, each of another document, 1 or more."""
     activations_cache: Path | None = None
     """Folder to keep activations in, for further runs; the size is stated and capped."""
+    checkpoint_every: int = 60
+    """Seconds between checkpoints of the training, 0 or more."""
     resume: bool = False
     """Take up the unfinished run of --out, from its last checkpoint."""
 
@@ -339,7 +341,7 @@ class SuperpositionConfig(RunOptions):
         _must(all(w >= 1 for w in self.width), "width", "1 or more", self.width)
         _must(len(set(self.width)) == len(self.width), "width", "given once each", self.width)
         least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
-        for name, low in (least | {"loss_documents": 0}).items():
+        for name, low in (least | {"loss_documents": 0, "checkpoint_every": 0}).items():
             value = getattr(self, name)
             _must(value >= low, name.replace("_", "-"), f"{low} or more", value)
         _must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +35,16 @@ from interp.model import Model
 from interp.progress import track
 from interp.results import Result
 from interp.text import Text, expect_model, expect_text
-from probes import activations, baselines, loading, reading, splicing, training
-from probes.activations import Cache, Stream, Tokens, Windows
+from probes import activations, baselines, loading, reading, splicing
+from probes.activations import Tokens
 from probes.baselines import Calibration, Dictionary
+from probes.fitting import NULL, RANDOM, SAE, Fitting, Trained
 from probes.judging import Judge, Quality
 from probes.splicing import Losses
-from probes.training import Checkpoints, Job, Log, Plan
 
-CALIBRATION_TOKENS = 16_384
-SAMPLE_TOKENS = 8192
 CHECKPOINTS = "checkpoints"
 REAL_TOKENS = 100_000_000
-SAE, RANDOM, NULL = "sae", "random dictionary", "null model"
 ERROR, ZERO, MEAN = "random error", "zero", "mean"
-
-log = logging.getLogger("interp")
 
 
 def superposition(
@@ -98,25 +91,10 @@ def superposition(
     return tables.assemble(run)
 
 
-@dataclass
-class Trained:
-    """One SAE: SAELens' object on raw activations, its files, and how training went.
-
-    plan, log, dead_training, tokens (trained on): None for an SAE that was loaded.
-    """
-
-    sae: Any
-    files: dict[str, bytes]
-    plan: Plan | None = None
-    log: Log | None = None
-    dead_training: float | None = None
-    tokens: int | None = None
-
-
 class Run:
     """One run's plan and state.
 
-    layer: whose MLP output; text: the judged documents; windows: the training text.
+    layer: whose MLP output; text: the judged documents; fitting: trains on the others.
     trained: name -> SAE: "sae" is the one that is read; "width 16", "seed 1", "random dictionary",
         "null model" as asked for.
     calibration: mean, scale and covariance of the activations; sample: some of them, raw.
@@ -141,10 +119,10 @@ class Run:
         self.checkpoints = None if partial is None else partial / CHECKPOINTS
         if self.checkpoints is not None and not config.resume:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self.windows = Windows.of(self.text, config.train_tokens)
-        self.batch = min(config.train_batch, self.windows.tokens)
+        self.fitting = Fitting(
+            model, self.text, config, self.layer, self.has_neurons, self.checkpoints, self.notices
+        )
         self.trained: dict[str, Trained] = {}
-        self.jobs: list[Job] = []
         self.calibration: Calibration | None = None
         self.sample: Tensor | None = None
         self.quality: dict[str, Quality] = {}
@@ -211,11 +189,11 @@ class Run:
         config = self.config
         if config.sae is not None:
             return
-        n = self.windows.tokens // self.batch * self.batch
-        if self.windows.tokens < config.train_tokens:
+        n, there = self.fitting.tokens, self.fitting.windows.tokens
+        if there < config.train_tokens:
             self.notices.append(
-                f"{self.text.source} has {n:,} positions to train on beside the judged documents, "
-                f"of --train-tokens {config.train_tokens:,}."
+                f"{self.text.source} has {there:,} positions to train on beside the judged "
+                f"documents, of --train-tokens {config.train_tokens:,}."
             )
         if n < REAL_TOKENS:
             self.notices.append(
@@ -227,10 +205,12 @@ class Run:
 
     def measure(self) -> None:
         """Train, judge, read: in this order, for an interruption to lose least."""
-        stream = self._stream()
-        self.calibration, self.sample = self._calibrate(stream)
+        stream = self.fitting.stream()
+        self.calibration, self.sample = self.fitting.calibrate(stream)
         if self.config.sae is None:
-            self._train(stream)
+            plans = self.fitting.plans()
+            for job in self.fitting.fit(plans, stream, self.calibration, SAE):
+                self.trained[job.plan.name] = self.fitting.finish(job, self.sample)
         else:
             sae, notices = loading.load_sae(self.config.sae, self.model, self.layer)
             self.trained[SAE] = Trained(sae, {})
@@ -243,126 +223,12 @@ class Run:
         if self.checkpoints is not None:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
 
-    def _stream(self) -> Stream:
-        stream = Stream(self.model, self.layer, self.windows, self.batch, self.config.batch_size)
-        if self.config.activations_cache is not None:
-            shape = (stream.tokens, stream.d_model)
-            stream.cache = Cache(self.config.activations_cache, self._what(), shape)
-            self.notices.append(
-                f"--activations-cache: {stream.cache.bytes / 1e6:,.0f} MB in {stream.cache.file}."
-            )
-        return stream
-
-    def _what(self) -> dict[str, Any]:
-        """All that the activations depend on."""
-        return {
-            "model": self.model.name,
-            "weights": activations.fingerprint(self.model),
-            "dtype": str(self.model.dtype),
-            "device": str(self.model.device.type),
-            "layer": self.layer,
-            "text": self.windows.sha256,
-            "train-tokens": self.windows.tokens // self.batch * self.batch,
-        }
-
-    def _calibrate(self, stream: Stream) -> tuple[Calibration, Tensor]:
-        """From the first positions of a stream; and some of them."""
-        kept: list[Tensor] = []
-        upto = min(CALIBRATION_TOKENS, stream.tokens)
-        bar = track(upto, "calibrating", self.config.progress)
-
-        def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-            for x, a in stream.run(0, upto, self.has_neurons):
-                if sum(map(len, kept)) < SAMPLE_TOKENS:
-                    kept.append(x)
-                bar.update(len(x))
-                yield x, a
-
-        found = Calibration.of(batches())
-        bar.close()
-        if not float(found.variances.sum()) > 0:
-            raise InterpError(
-                f"The MLP output of layer {self.layer} is the same everywhere: there is nothing to "
-                "take apart."
-            )
-        return found, torch.cat(kept)[:SAMPLE_TOKENS]
-
-    def _plans(self) -> list[Plan]:
-        first = self.config.widths[0]
-        plans = [self._plan(SAE, first)]
-        plans += [self._plan(f"sae seed {i}", first, seed=i) for i in range(1, self.config.seeds)]
-        plans += [self._plan(f"sae width {width}", width) for width in self.config.widths[1:]]
-        return [*plans, self._plan(RANDOM, first, fixed=True)]
-
-    def _plan(self, name: str, width: int, seed: int = 0, fixed: bool = False) -> Plan:
-        config = self.config
-        d_sae = width * self.model.cfg.d_model
-        if config.k > d_sae:
-            raise UsageError(f"--k {config.k} is more than the {d_sae} features of width {width}.")
-        return Plan(
-            name=name,
-            arch=config.arch,
-            d_in=self.model.cfg.d_model,
-            d_sae=d_sae,
-            k=config.k,
-            sparsity=config.sparsity,
-            seed=config.seed + seed,
-            lr=config.lr,
-            batch=self.batch,
-            tokens=self.windows.tokens // self.batch * self.batch,
-            fixed_decoder=fixed,
-        )
-
-    def _train(self, stream: Stream) -> None:
-        assert self.calibration is not None
-        assert self.sample is not None
-        for job in self._fit(self._plans(), stream, self.calibration, SAE):
-            self._finish(job, self.sample)
-
-    def _fit(
-        self, plans: list[Plan], stream: Stream, calibration: Calibration, stage: str
-    ) -> list[Job]:
-        jobs = [Job(plan, calibration.scale, calibration.mean, self.model.device) for plan in plans]
-        self.jobs = jobs
-        folder = None if self.checkpoints is None else self.checkpoints / stage.replace(" ", "-")
-        options = {
-            name.replace("_", "-"): getattr(self.config, name)
-            for name in ("arch", "k", "sparsity", "lr", "seed", "seeds")
-        }
-        widths = list(self.config.widths)
-        what = self._what() | options | {"width": widths, "train-batch": self.batch}
-        checkpoints = Checkpoints(folder, what)
-        start = checkpoints.load(jobs)
-        if start:
-            log.info(f"taking up after {start} of {stream.blocks} blocks of training")
-        bar = track(training.work(jobs, stream, start), f"training {stage}", self.config.progress)
-        try:
-            training.fit(jobs, stream, bar, start=start, after=lambda n: checkpoints.save(jobs, n))
-        finally:
-            bar.close()
-        return jobs
-
-    def _finish(self, job: Job, sample: Tensor) -> None:
-        files = training.finished(
-            job,
-            sample,
-            {
-                "model_name": self.model.name,
-                "hook_name": loading.hook_name(self.layer),
-                "context_size": self.text.context,
-                "prepend_bos": self.text.bos,
-            },
-        )
-        sae = training.from_files(files, self.model.device)
-        n = job.trainer.n_training_samples
-        name = job.plan.name
-        self.trained[name] = Trained(sae, files, job.plan, job.log, job.dead_fraction, n)
-
     def keep_unfinished(self) -> None:
         """What an interrupted training has come to."""
-        if self.sample is None or not self.jobs or not self.jobs[0].trainer.n_training_samples:
+        jobs = self.fitting.jobs
+        if self.sample is None or not jobs or not jobs[0].trainer.n_training_samples:
             raise KeyboardInterrupt
-        self._finish(self.jobs[0], self.sample)
+        self.trained[SAE] = self.fitting.finish(jobs[0], self.sample)
 
     # Judging ----------------------------------------------------------------------------------
 
@@ -462,10 +328,11 @@ class Run:
     def _null(self) -> None:
         """The same on a model whose matrices' entries are permuted."""
         with self.in_null_model():
-            stream = self._stream()
-            calibration, sample = self._calibrate(stream)
-            (job,) = self._fit([self._plan(NULL, self.config.widths[0])], stream, calibration, NULL)
-            self._finish(job, sample)
+            stream = self.fitting.stream()
+            calibration, sample = self.fitting.calibrate(stream)
+            plan = self.fitting.plan(NULL, self.config.widths[0])
+            (job,) = self.fitting.fit([plan], stream, calibration, NULL)
+            self.trained[NULL] = self.fitting.finish(job, sample)
             sae = self.trained[NULL].sae
             judge = Judge(len(self.text), self.model.cfg.d_model)
             firing = reading.Firing(self.text, sae.cfg.d_sae, self.config.top)

@@ -29,6 +29,7 @@ OPTIONS = {
     "train_batch": 100,
     "loss_documents": 5,
     "top": 3,
+    "checkpoint_every": 0,
     "progress": False,
 }
 
@@ -185,17 +186,17 @@ def test_judged_documents_are_not_trained_on(tiny_model):
             probes.run.SuperpositionConfig, None, OPTIONS | {"train_tokens": 10**6}
         ),
     )
-    trained = {tuple(w.tolist()) for w in run.windows.ids}
+    trained = {tuple(w.tolist()) for w in run.fitting.windows.ids}
     judged = {tuple(w) for d in run.text.documents for w in d.windows}
     assert not trained & judged
-    assert run.windows.documents == 75
+    assert run.fitting.windows.documents == 75
     assert any("of --train-tokens 1,000,000" in n for n in run.notices)
     # Chunked, not cut: every token of the other documents is there once.
     others = [
         t for i, t in enumerate(tiny.corpus(90)) if i not in {d.index for d in run.text.documents}
     ]
     whole = sum(len(ids) for ids in tiny_model.tokenizer(others)["input_ids"])
-    lost = whole - sum(len(w) for w in run.windows.ids)
+    lost = whole - sum(len(w) for w in run.fitting.windows.ids)
     assert 0 <= lost <= len(others)  # a last window of one token is dropped
 
 
@@ -213,9 +214,9 @@ def small_blocks(monkeypatch):
 
 def test_taken_up_run_has_the_same_weights(tiny_model, tmp_path, small_blocks, monkeypatch):
     straight = superposition(tiny_model, text_of(tiny_model), **OPTIONS)
-    from probes import training
+    from probes import checkpoints
 
-    save = training.Checkpoints.save
+    save = checkpoints.Checkpoints.save
 
     def stop(self, jobs, block):
         save(self, jobs, block)
@@ -223,7 +224,7 @@ def test_taken_up_run_has_the_same_weights(tiny_model, tmp_path, small_blocks, m
             raise StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Checkpoints, "save", stop)
+        patch.setattr(checkpoints.Checkpoints, "save", stop)
         with pytest.raises(StopError):
             superposition(tiny_model, text_of(tiny_model), out=tmp_path / "run", **OPTIONS)
     assert (tmp_path / "run.partial" / "checkpoints" / "sae" / "000002").is_dir()
@@ -271,11 +272,11 @@ def test_killed_run_is_taken_up(tiny_model, checkpoint, tmp_path, small_blocks):
     code = """
 import sys, time
 from interp.model import load_model
-from probes import activations, training
+from probes import activations, checkpoints
 from tests.test_superposition import OPTIONS, superposition, text_of
 activations.BLOCK_TOKENS = 500
-save = training.Checkpoints.save
-training.Checkpoints.save = lambda *a: (save(*a), time.sleep(100))
+save = checkpoints.Checkpoints.save
+checkpoints.Checkpoints.save = lambda *a: (save(*a), time.sleep(100))
 model = load_model(sys.argv[1], device="cpu")
 from pathlib import Path
 superposition(model, text_of(model), out=Path(sys.argv[2]), **OPTIONS)
@@ -370,6 +371,21 @@ def test_an_sae_that_is_not_there(tiny_model, named, words, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InterpError, match=words):
         superposition(tiny_model, text_of(tiny_model), sae=named, progress=False, layer=1)
+
+
+@pytest.mark.hub
+def test_a_published_sae_has_its_published_numbers():
+    """gpt2-small-mlp-tm, layer 6: L0 40 and explained variance 0.508 in SAELens' registry."""
+    try:
+        model = load_model("gpt2", device="cpu")
+        text = load_text("news", model, documents=100, context=128, bos=True)
+        result = superposition(
+            model, text, layer=6, sae="gpt2-small-mlp-tm/blocks.6.hook_mlp_out", progress=False
+        )
+    except InterpError as error:
+        pytest.skip(str(error))
+    assert result.summary["l0"] == pytest.approx(40, rel=0.25)
+    assert result.summary["explained_variance"] == pytest.approx(0.508, abs=0.1)
 
 
 # Refusals -----------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_findings(result):
     assert "less than the SAE's own" in told[2]
     assert "31.5 [31, 32] of 4,608 features" in told[3]
     assert "0.300 [0.280, 0.320]" in told[3]
-    assert "PCA, the first components 0.600;" in told[4]
+    assert "PCA, the first components 0.600 (worse);" in told[4]
     assert "permuted weights 0.310 (not told apart)" in told[4]
     assert "4,608 features: FVU 0.300" in told[5]
     assert "25% of the features fire at none of the 5,000 judged positions" in told[6]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from interp.errors import InterpError
-from probes.training import Checkpoints, Job, Plan, finished, from_files
+from probes.checkpoints import Checkpoints
+from probes.training import Job, Plan, finished, from_files
 
 D, WIDTH, K, BATCH = 16, 3, 4, 128
 ARCHS = ["topk", "batchtopk", "jumprelu", "standard", "gated"]
@@ -185,6 +186,14 @@ def test_checkpoints_of_another_run_are_refused(x, tmp_path):
     Checkpoints(tmp_path, {"k": 4, "model": "a"}).save([job], 1)
     with pytest.raises(InterpError, match=r"k was 4 and is 5"):
         Checkpoints(tmp_path, {"k": 5, "model": "a"}).load([job])
+
+
+def test_checkpoints_are_written_so_often(x, tmp_path):
+    job = trained(x, plan())
+    Checkpoints(tmp_path, {}, 3600).due([job], 1)
+    assert not any(tmp_path.iterdir())
+    Checkpoints(tmp_path, {}, 0).due([job], 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["000002"]
 
 
 def test_the_newest_whole_checkpoint_counts(x, tmp_path):

@@ -201,7 +201,7 @@
     function examples(parent, title, own) {
       make(parent, "h4", title + " (" + own.length + ")");
       var heads = data.measured.map(function (m) { return { text: m.heading, title: m.meaning, name: "n" }; });
-      heads.push({ text: "text, the token marked" });
+      heads.push({ text: "text, the token marked" + (data.shade.length ? ", shaded by " + data.measured[0].heading : "") });
       heads = heads.concat(data.where.map(function (w) {
         return { text: w.heading, title: w.meaning, name: w.string ? "" : "n" };
       }));

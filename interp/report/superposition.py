@@ -156,13 +156,16 @@ def _against(result: Result) -> str | None:
             continue
         apart = (number(own.get("fvu_high")) or 1.0) < (number(row.get("fvu_low")) or 0.0)
         worse = (number(own.get("fvu_low")) or 0.0) > (number(row.get("fvu_high")) or 1.0)
-        word = "" if apart else " (better than the SAE)" if worse else " (not told apart)"
+        word = " (worse)" if apart else " (better)" if worse else " (not told apart)"
         told.append(f"{name_of(name)} {share(row['fvu'])}{word}")
     if not told:
         return None
     k = count(result.summary.get("components"))
     null = " The last is judged on its own model." if "null model" in rows else ""
-    return f"FVU of others, PCA and neurons with {k} components: {'; '.join(told)}.{null}"
+    return (
+        f"FVU of others, PCA and neurons with {k} components, by the intervals better or worse "
+        f"than the SAE's: {'; '.join(told)}.{null}"
+    )
 
 
 def _widths(result: Result) -> str | None:
@@ -186,10 +189,10 @@ def _dead(result: Result) -> str | None:
     s = result.summary
     if number(s.get("dead_fraction")) is None:
         return None
-    text = (
-        f"{percent(s['dead_fraction'])} of the features fire at none of the "
-        f"{count(s.get('dead_tokens'))} judged positions"
-    )
+    n = f"of the {count(s.get('dead_tokens'))} judged positions"
+    text = f"Every feature fires at one {n} or more"
+    if number(s["dead_fraction"]):
+        text = f"{percent(s['dead_fraction'])} of the features fire at none {n}"
     if number(s.get("dead_fraction_training")) is not None:
         text += (
             f"; {percent(s['dead_fraction_training'])} at none of the last "
@@ -243,15 +246,14 @@ def digests(result: Result) -> list[Digest]:
     if not rows:
         return []
     title = "The SAE and what it is compared with"
-    note = "Loss: spliced minus clean, nats per token, paired by document. " + (
-        "random, trained: fixed random decoder. PCA, largest: each position's largest components. "
-        "Recovered: of what zero or the mean in its place costs, where that is above 0."
-    )
+    loss = "Loss: spliced minus clean, nats per token, paired by document. "
+    recovered = "Recovered: of what zero or the mean in its place costs, where that is above 0."
+    names = "random, trained: fixed random decoder. PCA, largest: each position's own components. "
     short = [_cells(result, row, _SHORT.get(n, name_of(n)), False) for n, row in rows.items()]
     whole = [_cells(result, row, name_of(n), True) for n, row in rows.items()]
     return [
-        Digest(title, tuple(short[0]), _body(short), note, page=False),
-        Digest(title, tuple(whole[0]), _body(whole), note, terminal=False),
+        Digest(title, tuple(short[0]), _body(short), loss + names + recovered, page=False),
+        Digest(title, tuple(whole[0]), _body(whole), loss + recovered, terminal=False),
     ]
 
 
