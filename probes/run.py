@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import shutil
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from probes.judging import Judge, Quality
 from probes.splicing import Losses
 
 CHECKPOINTS = "checkpoints"
+CHUNK = 2048  # positions whose features are held at once
 REAL_TOKENS = 100_000_000
 ERROR, ZERO, MEAN = "random error", "zero", "mean"
 
@@ -232,10 +234,12 @@ class Run:
 
     # Judging ----------------------------------------------------------------------------------
 
+    @functools.cached_property
     def components(self) -> int:
         """Active components of the baselines: as many as the SAE has, rounded, at least 1."""
         assert self.sample is not None
-        return max(1, round(float((self.sae.encode(self.sample) > 0).sum(1).float().mean())))
+        active = [(self.sae.encode(x) > 0).sum(1) for x in self.sample.split(CHUNK)]
+        return max(1, round(float(torch.cat(active).float().mean())))
 
     def dictionaries(self) -> dict[str, Dictionary]:
         """Everything that is judged on the model's own activations, the SAE first."""
@@ -243,7 +247,7 @@ class Run:
         out: dict[str, Dictionary] = {
             name: baselines.Sae(one.sae) for name, one in self.trained.items() if name != NULL
         }
-        k = self.components()
+        k = self.components
         out["pca"] = baselines.Pca(self.calibration, k)
         out["pca per position"] = baselines.Pca(self.calibration, k, each=True)
         if self.has_neurons:

@@ -114,7 +114,7 @@ def _components(run: Run, name: str) -> Any:
     if name in run.trained:
         return run.trained[name].sae.cfg.d_sae
     sizes = {"pca per position": run.model.cfg.d_model, "neurons": run.model.cfg.d_mlp}
-    return run.components() if name == "pca" else sizes.get(name, pd.NA)
+    return run.components if name == "pca" else sizes.get(name, pd.NA)
 
 
 def _quality(quality: Quality) -> dict[str, float]:
@@ -210,7 +210,7 @@ def _summary(run: Run) -> dict[str, Any]:
     if running.SAE not in run.quality:
         return out
     quality, fired = run.quality[running.SAE], run.fired[running.SAE]
-    out |= {"tokens": quality.tokens, "components": run.components(), **_quality(quality)}
+    out |= {"tokens": quality.tokens, "components": run.components, **_quality(quality)}
     out |= {"dead_fraction": fired.dead_fraction, "dead_tokens": fired.positions}
     losses = run.losses
     if losses is None or not losses.documents.any():

@@ -34,7 +34,8 @@ DEAD_TOKENS = 4_000_000
 """A feature that fires nowhere in as many positions (or a tenth of the run) is trained as dead."""
 LOG_ROWS = 200
 """Rows of a training's log, about."""
-WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
+THRESHOLD_ENTRIES = 2**26  # pre-activations that batchtopk's threshold is set on
+CONFIG = "cfg.json"  # as SAELens names it
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,7 @@ def finished(
 
 def _threshold(sae: Any, x: Tensor, k: int) -> float:
     """What as many pre-activations exceed as k per position are, on scaled activations."""
+    x = x[: max(1, THRESHOLD_ENTRIES // sae.cfg.d_sae)]
     _, pre = sae.encode_with_hidden_pre(x)
     wanted = min(k * len(x) + 1, pre.numel())
     return max(0.0, float(pre.flatten().topk(wanted).values[-1]))
