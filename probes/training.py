@@ -185,7 +185,10 @@ def _new_sae(plan: Plan, mean: Tensor, device: torch.device) -> Any:
             sae.b_dec.copy_(mean.cpu())
             if plan.fixed_decoder:
                 rows = torch.randn(plan.d_sae, plan.d_in)
-                sae.W_dec.copy_(rows / rows.norm(dim=1, keepdim=True))
+                rows = rows / rows.norm(dim=1, keepdim=True)
+                sae.W_dec.copy_(rows)
+                # Active rows overlap, so that their projections add up to too much.
+                sae.W_enc.copy_(0.5 * rows.T)
                 sae.W_dec.requires_grad_(False)
     return sae.to(device)
 

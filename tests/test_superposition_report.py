@@ -199,7 +199,7 @@ def test_figures(result):
     for name in figure_names(result):
         assert figure(result, name).to_json()
     drawn = figure(result, "density")
-    assert "never: SAE 1 features" in drawn.layout.meta["subtitle"]
+    assert "never fire (not drawn): 1 of SAE" in drawn.layout.meta["subtitle"]
     assert list(drawn.data[0].y) == [1, 1]
     loss = figure(result, "loss").data[0]
     assert list(loss.y) == ["SAE", "SAE width 16", "PCA, the first components", "zero"]

@@ -148,6 +148,13 @@ def test_a_fixed_decoder_stays(x):
     fresh = Job(job.plan, job.scale, x.mean(0).double(), torch.device("cpu"))
     assert torch.equal(job.sae.W_dec, fresh.sae.W_dec)
     assert not torch.equal(job.sae.W_enc, fresh.sae.W_enc)
+    assert torch.allclose(job.sae.W_dec.norm(dim=1), torch.ones(WIDTH * D))
+    spread = (x - x.mean(0)).square().sum()
+    before, after = (
+        float((from_files(finished(j, x[:9], {}), torch.device("cpu"))(x) - x).square().sum())
+        for j in (fresh, job)
+    )
+    assert after < before < 1.1 * spread
 
 
 def test_dead_in_training_is_recounted(x):

@@ -101,7 +101,7 @@ def _density(result: Result) -> go.Figure:
     ):
         never = int(part.loc[part["high"] == 0, "features"].sum())
         own = part.loc[part["high"] > 0, :]
-        silent.append(f"{name_of(name)} {count(never)}")
+        silent.append(f"{count(never)} of {name_of(name)}")
         middle = np.sqrt(own["low"] * own["high"])
         hover = [
             f"<b>{name_of(name)}</b><br>density {low:.2g} to {high:.2g}<br>{n:,} features"
@@ -133,6 +133,7 @@ def _density(result: Result) -> go.Figure:
         title="density: share of positions where a feature fires",
         type="log",
         range=[np.log10(0.5 / n), 0],
+        dtick=1,
         exponentformat="power",
     )
     figure.update_yaxes(title="features", rangemode="tozero")
@@ -141,7 +142,9 @@ def _density(result: Result) -> go.Figure:
         figure,
         "How often features fire",
         _subtitle(
-            result, f"{count(n)} positions", f"never: {', '.join(silent)} features (not drawn)"
+            result,
+            f"{count(n)} positions",
+            f"features that never fire (not drawn): {', '.join(silent)}",
         ),
         430,
     )
