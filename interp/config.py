@@ -307,7 +307,7 @@ class SuperpositionConfig(RunOptions):
     """Kind of SAE: topk, batchtopk, jumprelu, standard (L1) or gated."""
     sparsity: float | None = None
     """Weight of the sparsity penalty (jumprelu, standard, gated). Default: SAELens' 1."""
-    train_tokens: int = 150_000
+    train_tokens: int = 120_000
     """Positions to train on. A short run by default: real ones need 1e8 or more."""
     train_batch: int = 512
     """Positions per training step, 1 or more."""
@@ -319,7 +319,7 @@ class SuperpositionConfig(RunOptions):
     """A saved SAE instead of training: a folder, or RELEASE/ID of SAELens' registry."""
     null_model: bool = False
     """Also train on the model with each weight matrix's entries permuted."""
-    loss_documents: int = 32
+    loss_documents: int = 24
     """Documents (of those judged) to splice reconstructions in for the loss, 0 or more."""
     top: int = 10
     """Contexts to keep per feature, each of another document, 1 or more."""
