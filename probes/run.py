@@ -187,8 +187,22 @@ class Run:
         rng = np.random.default_rng([self.config.seed, 5])
         return self.text.subset(sorted(rng.choice(len(self.text), n, replace=False).tolist()))
 
+    def _without_effect(self) -> Iterator[str]:
+        """Options that change nothing in this run, and why."""
+        config, default = self.config, SuperpositionConfig()
+        why = "an SAE is loaded, not trained"
+        names = ["arch", "k", "width", "seeds", "sparsity", "lr", "train_batch"]
+        if config.sae is None or config.null_model:
+            sparse = config.arch in ("topk", "batchtopk")
+            why = f"--arch {config.arch} has no such thing"
+            names = ["sparsity"] if sparse else ["k"]
+        for name in names:
+            if getattr(config, name) != getattr(default, name):
+                yield f"--{name.replace('_', '-')} changes nothing here: {why}."
+
     def _say_what_to_mind(self) -> None:
         config = self.config
+        self.notices += self._without_effect()
         if config.sae is not None:
             return
         n, there = self.fitting.tokens, self.fitting.windows.tokens

@@ -408,6 +408,26 @@ def test_refusals(tiny_model, options, words):
         superposition(tiny_model, text_of(tiny_model), **(OPTIONS | options))
 
 
+def test_options_without_effect_are_said(tiny_model):
+    from interp.config import SuperpositionConfig
+
+    def notices(**options):
+        run = Run(tiny_model, text_of(tiny_model), SuperpositionConfig(layer=1, **options))
+        return [n for n in run.notices if "changes nothing" in n]
+
+    assert notices() == []
+    assert notices(sparsity=2.0) == [
+        "--sparsity changes nothing here: --arch topk has no such thing."
+    ]
+    assert notices(arch="gated", sparsity=2.0) == []
+    assert notices(arch="gated", k=3) == [
+        "--k changes nothing here: --arch gated has no such thing."
+    ]
+    assert notices(sae="x", width=(2,)) == [
+        "--width changes nothing here: an SAE is loaded, not trained."
+    ]
+
+
 def test_nothing_left_to_train_on(tiny_model):
     with pytest.raises(InterpError, match="left to train on"):
         superposition(tiny_model, text_of(tiny_model, 20, 20), **OPTIONS)
