@@ -306,7 +306,7 @@ class SuperpositionConfig(RunOptions):
     arch: Literal["topk", "batchtopk", "jumprelu", "standard", "gated"] = "topk"
     """Kind of SAE: topk, batchtopk, jumprelu, standard (L1) or gated."""
     sparsity: float | None = None
-    """Weight of the sparsity penalty (jumprelu, standard, gated). Default: SAELens' 1."""
+    """Weight of the penalty (jumprelu, standard, gated). Default: 1; short runs need more."""
     train_tokens: int = 120_000
     """Positions to train on. A short run by default: real ones need 1e8 or more."""
     train_batch: int = 512

@@ -46,6 +46,7 @@ from probes.splicing import Losses
 CHECKPOINTS = "checkpoints"
 CHUNK = 2048  # positions whose features are held at once
 REAL_TOKENS = 100_000_000
+NOT_SPARSE = 0.5  # active features per dimension
 ERROR, ZERO, MEAN = "random error", "zero", "mean"
 
 
@@ -300,6 +301,13 @@ class Run:
         self.quality = {name: judge.compute() for name, judge in judges.items()}
         self.quality |= {MEAN: mean.compute(), ZERO: zero.compute()}
         self.fired = {name: one.finish() for name, one in firing.items()}
+        l0, d_model = self.quality[SAE].l0.value, self.model.cfg.d_model
+        if l0 > NOT_SPARSE * d_model:
+            self.notices.append(
+                f"{l0:,.0f} features are active per position, of activations of {d_model} "
+                "dimensions: that is hardly sparse, so its features mean little. Raise --sparsity, "
+                "train on more positions, or use --arch topk."
+            )
 
     def _losses(self) -> None:
         if self.loss_text is None:

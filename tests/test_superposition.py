@@ -428,6 +428,15 @@ def test_options_without_effect_are_said(tiny_model):
     ]
 
 
+def test_hardly_sparse_is_said(tiny_model, done):
+    options = OPTIONS | {"arch": "standard", "sparsity": 0.0, "k": 32, "loss_documents": 0}
+    result = superposition(tiny_model, text_of(tiny_model), **options)
+    assert result.summary["l0"] > 20
+    assert any("hardly sparse" in n for n in result.notices)
+    assert "loss_delta" not in result.summary
+    assert not any("hardly sparse" in n for n in done.notices)
+
+
 def test_nothing_left_to_train_on(tiny_model):
     with pytest.raises(InterpError, match="left to train on"):
         superposition(tiny_model, text_of(tiny_model, 20, 20), **OPTIONS)
