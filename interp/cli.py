@@ -211,6 +211,12 @@ def _analyze(
     from interp.results import check_folder
 
     # Before the minutes are spent, not after.
+    if getattr(config, "resume", False):
+        from interp.results import reopen
+
+        if output.out is None:
+            raise UsageError("--resume needs --out: the folder of the run to take up.")
+        reopen(output.out)
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
     export = getattr(config, "export", None)
     if export is not None and output.out is not None and _same_folder(export, output.out):
@@ -250,12 +256,20 @@ def _analyze(
             logger.info(notice)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    command = _command(name, [model_options.named(names[-1]), text_options, config])
-    # What an analyzer that writes a checkpoint needs besides: it does so itself, before the run.
-    writing = {"overwrite": output.overwrite, "command": command} if export is not None else {}
-    result = measure(models, text, config, **writing)
-    result.command = command
-    folder = (output.out or _run_folder(name, names[-1])).expanduser()
+
+    def command() -> str:
+        return _command(name, [model_options.named(names[-1]), text_options, config])
+
+    # What an analyzer needs that writes files before the run is saved. (Names are known by then
+    # only if there is one model.)
+    more: dict[str, Any] = {}
+    if export is not None:
+        more |= {"overwrite": output.overwrite, "command": command()}
+    if analyzer.resumes:
+        more["out"] = output.out or _run_folder(name, names[-1])
+    result = measure(models, text, config, **more)
+    result.command = command()
+    folder = Path(more.get("out") or output.out or _run_folder(name, names[-1])).expanduser()
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
@@ -366,7 +380,7 @@ def _command(name: str, groups: list[Any]) -> str:
     for group in groups:
         for field in fields(group):
             value, option = getattr(group, field.name), "--" + field.name.replace("_", "-")
-            if value == field.default or field.name == "progress":
+            if value == field.default or field.name in ("progress", "resume"):
                 continue
             if isinstance(value, tuple):
                 words += [word for item in value for word in (option, str(item))]
