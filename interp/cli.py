@@ -266,7 +266,7 @@ def _analyze(
     if export is not None:
         more |= {"overwrite": output.overwrite, "command": command()}
     if analyzer.resumes:
-        more["out"] = output.out or _run_folder(name, names[-1])
+        more["out"] = (output.out or _run_folder(name, names[-1])).expanduser()
     result = measure(models, text, config, **more)
     result.command = command()
     folder = Path(more.get("out") or output.out or _run_folder(name, names[-1])).expanduser()
