@@ -469,6 +469,6 @@ VIEW = View(
     digests=digests,
     rank={"heads": (("loss_delta", True), ("importance_norm", False))},
     narrow={"heads": narrow},
-    quiet=frozenset({"prune", "refine", "speed", "keep_one", "token_classes"}),
+    quiet=frozenset({"prune", "refine", "speed", "keep_one", "token_classes", "composition"}),
     compare=compare,
 )

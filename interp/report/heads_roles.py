@@ -10,6 +10,7 @@ from interp.report.words import DASH, NATS, count, interval, number, signed, uns
 from interp.results import Result
 
 MATERIAL = 0.01
+PAIRS_TOLD = 5
 ROLES = {
     "previous_token": "previous token",
     "duplicate_token": "same token earlier",
@@ -28,7 +29,15 @@ def findings(result: Result) -> list[str]:
     """What one head of a layer carries, and which roles there are."""
     return [
         part
-        for part in (_keep_one(result), _uneven(result), _roles(result), _stable(result))
+        for part in (
+            _keep_one(result),
+            _uneven(result),
+            _roles(result),
+            _hidden(result),
+            _stable(result),
+            _copying(result),
+            _composition(result),
+        )
         if part
     ]
 
@@ -113,6 +122,37 @@ def _stable(result: Result) -> str | None:
     )
 
 
+def _copying(result: Result) -> str | None:
+    found = _of(_of(result.summary, "circuits"), "copying")
+    if number(found.get("null_high")) is None:
+        return None
+    return (
+        f"From the weights: {count(found.get('above'))} of {count(found.get('heads'))} heads copy "
+        "(raise the tokens that they attend to, by the eigenvalues of W_E W_V W_O W_U) more than "
+        f"97.5% of re-paired heads do, {count(found.get('below'))} less than 2.5%; median "
+        f"{signed(found.get('median'))}, re-paired {signed(found.get('null_low'))} to "
+        f"{signed(found.get('null_high'))} (1: all, 0: neither, -1: they lower them)."
+    )
+
+
+def _composition(result: Result) -> str | None:
+    found, parts = _of(result.summary, "circuits"), []
+    for kind, words in (("q", "queries"), ("k", "keys"), ("v", "values")):
+        one = _of(found, kind)
+        if number(one.get("null_999")) is not None:
+            parts.append(
+                f"{words} {count(one.get('above'))} of {count(one.get('pairs'))} (by chance "
+                f"{count(one.get('by_chance'))}; median {unsigned(one.get('median'), 3)}, "
+                f"re-paired {unsigned(one.get('null_median'), 3)})"
+            )
+    if not parts:
+        return None
+    return (
+        "Pairs of heads of which the later one reads what the earlier one writes, more than 99.9% "
+        f"of re-paired circuits: {'; '.join(parts)}."
+    )
+
+
 def limits(result: Result) -> list[str]:
     """What these numbers do not show."""
     out = []
@@ -120,6 +160,11 @@ def limits(result: Result) -> list[str]:
         out.append(
             "A role says where a head looks on random tokens, not what it moves from there nor "
             "that the model needs it; heads share out over roles that are not asked for here."
+        )
+    if _of(result.summary, "circuits"):
+        out.append(
+            "Copying and composition are of the direct path and of weights alone: what layers "
+            "between do is left out, and a head may compose with one that it never attends to."
         )
     if _of(result.summary, "keep_one"):
         out.append(
@@ -131,8 +176,38 @@ def limits(result: Result) -> list[str]:
 
 def digests(result: Result) -> list[Digest]:
     """Layers with one head left, and roles beside importance."""
-    made = (_keep_one_digest(result), _roles_digest(result), _classes_digest(result))
+    made = (
+        _keep_one_digest(result),
+        _roles_digest(result),
+        _classes_digest(result),
+        _composition_digest(result),
+    )
     return [d for d in made if d]
+
+
+def _composition_digest(result: Result) -> Digest | None:
+    table = result.tables.get("composition")
+    if table is None or table.empty:
+        return None
+    rows = []
+    for kind, words in (("q", "queries"), ("k", "keys"), ("v", "values")):
+        top = table[table["kind"] == kind].head(PAIRS_TOLD)
+        for row in top.to_dict("records"):
+            rows.append(
+                (
+                    f"{count(row['layer'])}.{count(row['head'])} to "
+                    f"{count(row['later_layer'])}.{count(row['later_head'])}",
+                    words,
+                    unsigned(row["composition"], 3),
+                    unsigned(row["percentile"], 1),
+                )
+            )
+    return Digest(
+        title="Pairs of heads that compose most, by the weights",
+        head=("pair", "input", "composition", "percentile of re-paired"),
+        rows=tuple(rows),
+        terminal=False,
+    )
 
 
 def _keep_one_digest(result: Result) -> Digest | None:

@@ -29,6 +29,7 @@ import numpy as np
 
 from interp import hooks
 from interp.analyzers.heads import (
+    circuits,
     curve,
     cutting,
     export,
@@ -151,6 +152,7 @@ class _Run:
         self.units = curve.units(cfg.n_layers, cfg.n_heads, self.group, set(cfg.removed))
         self.all_heads = cfg.heads()
         self.roles: roles.Roles | None = None
+        self.circuits: circuits.Circuits | None = None
         # Made first, so that a context too short for them is told before anything is measured.
         self.sequences = roles.repeated(model, text, config.seed) if config.roles else None
         self.keep_one: keepone.KeepOne | None = None
@@ -193,6 +195,10 @@ class _Run:
         )
         if config.roles:
             self.roles = roles.measure(self)
+            try:
+                self.circuits = circuits.measure(model, config.seed)
+            except InterpError as error:
+                self.notices.append(f"No copying and no composition of heads: {error}")
         if config.exact:
             self._measure_exact()
         if config.keep_one:

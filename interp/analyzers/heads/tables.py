@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.analyzers.heads import curve, keepone, roles, speed, tokenclasses
+from interp.analyzers.heads import circuits, curve, keepone, roles, speed, tokenclasses
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
 from interp.results import Column, Result, described
@@ -125,6 +125,12 @@ SUMMARY_COLUMNS = {
         "untrained model; Spearman's rho of importance, loss change and KL over heads, between "
         "text and repeated random tokens and between halves of the text.",
     ),
+    "circuits": Column(
+        "mixed",
+        "Weights alone: heads whose copying lies outside the middle 95% of re-paired heads, and "
+        "pairs of heads whose composition exceeds 99.9% of re-paired circuits, with the number "
+        "that chance would give.",
+    ),
     "keep_one": Column(
         "mixed",
         "Layers by verdict with only their best head left; Gini coefficient of the loss change "
@@ -151,7 +157,9 @@ def assemble(run: _Run) -> Result:
     """Everything a run has measured, as a Result."""
     assert run.gradients is not None
     tables = {"heads": _heads_table(run)}
-    columns = {"heads": described(tables["heads"], HEADS_COLUMNS | roles.COLUMNS)}
+    columns = {
+        "heads": described(tables["heads"], HEADS_COLUMNS | roles.COLUMNS | circuits.COLUMNS)
+    }
     measured = [order for order in run.orders if order.points]
     if measured:
         assert run.baseline is not None
@@ -170,6 +178,11 @@ def assemble(run: _Run) -> Result:
         )
     if run.roles is not None:
         summary["roles"] = roles.summary(run, run.roles, tables["heads"])
+    if run.circuits is not None:
+        gone = set(run.model.cfg.removed)
+        summary["circuits"] = circuits.summary(run.circuits, gone, run.model.cfg.d_model)
+        tables["composition"] = circuits.pairs(run.circuits, gone)
+        columns["composition"] = circuits.PAIRS
     if run.keep_one is not None:
         summary["keep_one"] = keepone.summary(run.keep_one, run)
         tables["keep_one"] = keepone.table(run.keep_one)
@@ -234,6 +247,10 @@ def _heads_table(run: _Run) -> pd.DataFrame:
     if run.roles is not None:
         at = table["layer"].to_numpy(), table["head"].to_numpy()
         table = table.assign(**{name: v[at] for name, v in roles.columns(run.roles).items()})
+    if run.circuits is not None:
+        at = table["layer"].to_numpy(), table["head"].to_numpy()
+        found = circuits.columns(run.circuits)
+        table = table.assign(**{name: v[at] for name, v in found.items()})
     return table
 
 
