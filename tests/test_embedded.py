@@ -53,6 +53,7 @@ def test_facts(model):
         "vocab_size": 49152,
         "vocab_rows": 49152,
         "n_ctx": 8192,
+        "removed": (),
     }
     assert vars(model.cfg) == facts
     assert model.describe()["source"] == names.EMBEDDED_SOURCE
