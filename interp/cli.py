@@ -211,6 +211,12 @@ def _analyze(
     from interp.results import check_folder
 
     # Before the minutes are spent, not after.
+    if getattr(config, "resume", False):
+        from interp.results import reopen
+
+        if output.out is None:
+            raise UsageError("--resume needs --out: the folder of the run to take up.")
+        reopen(output.out)
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
     each = model_options.each()
     reads_text = len(each) == 1 and getattr(config, "needs_text", True)
@@ -247,9 +253,13 @@ def _analyze(
             logger.info(notice)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    result = measure(models, text, config)
+    if analyzer.resumes:
+        folder = (output.out or _run_folder(name, names[-1])).expanduser()
+        result = measure(models, text, config, out=folder)
+    else:
+        result = measure(models, text, config)
+        folder = (output.out or _run_folder(name, names[-1])).expanduser()
     result.command = _command(name, [model_options.named(names[-1]), text_options, config])
-    folder = (output.out or _run_folder(name, names[-1])).expanduser()
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
@@ -353,7 +363,7 @@ def _command(name: str, groups: list[Any]) -> str:
     for group in groups:
         for field in fields(group):
             value, option = getattr(group, field.name), "--" + field.name.replace("_", "-")
-            if value == field.default or field.name == "progress":
+            if value == field.default or field.name in ("progress", "resume"):
                 continue
             if isinstance(value, tuple):
                 words += [word for item in value for word in (option, str(item))]

@@ -157,6 +157,16 @@ class ManyTextOptions(TextOptions):
 
 
 @dataclass(frozen=True)
+class JudgedTextOptions(TextOptions):
+    """The same, for what is judged on these documents and trained on all others."""
+
+    documents: int = 200
+    """Documents to judge on, a seeded sample, 1 or more; the others are trained on."""
+    context: int = 128
+    """Tokens of a window, BOS included, 2 or more."""
+
+
+@dataclass(frozen=True)
 class OutputOptions(_Options):
     """Where results go and how they are shown."""
 
@@ -303,6 +313,62 @@ class QkvConfig(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.fit_documents >= 1, "fit-documents", "1 or more", self.fit_documents)
+
+
+@dataclass(frozen=True)
+class SuperpositionConfig(RunOptions):
+    """A sparse autoencoder (SAE) on the MLP's output, trained, judged and read."""
+
+    layer: int | None = None
+    """Layer whose MLP output is taken apart. Default: the middle one."""
+    width: tuple[int, ...] = ()
+    """Features per dimension; may be given several times, the first is read. Default: 8."""
+    k: int = 32
+    """Features active per position (topk, batchtopk), 1 or more."""
+    arch: Literal["topk", "batchtopk", "jumprelu", "standard", "gated"] = "topk"
+    """Kind of SAE: topk, batchtopk, jumprelu, standard (L1) or gated."""
+    sparsity: float | None = None
+    """Weight of the sparsity penalty (jumprelu, standard, gated). Default: SAELens' 1."""
+    train_tokens: int = 150_000
+    """Positions to train on. A short run by default: real ones need 1e8 or more."""
+    train_batch: int = 512
+    """Positions per training step, 1 or more."""
+    lr: float = 1e-3
+    """Adam's learning rate, above 0."""
+    seeds: int = 1
+    """SAEs of the first width, trained from as many seeds, 1 or more."""
+    sae: str | None = None
+    """A saved SAE instead of training: a folder, or RELEASE/ID of SAELens' registry."""
+    null_model: bool = False
+    """Also train on the model with each weight matrix's entries permuted."""
+    loss_documents: int = 32
+    """Documents (of those judged) to splice reconstructions in for the loss, 0 or more."""
+    top: int = 10
+    """Contexts to keep per feature, each of another document, 1 or more."""
+    activations_cache: Path | None = None
+    """Folder to keep activations in, for further runs; the size is stated and capped."""
+    checkpoint_every: int = 60
+    """Seconds between checkpoints of the training, 0 or more."""
+    resume: bool = False
+    """Take up the unfinished run of --out, from its last checkpoint."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths to train, in the order given."""
+        return self.width or (8,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _must(self.layer is None or self.layer >= 0, "layer", "0 or more", self.layer)
+        _must(all(w >= 1 for w in self.width), "width", "1 or more", self.width)
+        _must(len(set(self.width)) == len(self.width), "width", "given once each", self.width)
+        least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
+        for name, low in (least | {"loss_documents": 0, "checkpoint_every": 0}).items():
+            value = getattr(self, name)
+            _must(value >= low, name.replace("_", "-"), f"{low} or more", value)
+        _must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)
+        ok = self.sparsity is None or 0 <= self.sparsity < float("inf")
+        _must(ok, "sparsity", "0 or more", self.sparsity)
 
 
 def with_options(

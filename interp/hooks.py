@@ -7,7 +7,7 @@ and removed one by one, so that hooks which the caller has put on the model stay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,25 @@ def attached(model: Model, hooks: Iterable[tuple[str, int, Hook]]) -> Iterator[N
         for point, handle in added:
             handle.hook.remove()
             point.fwd_hooks = [h for h in point.fwd_hooks if h is not handle]
+
+
+class _DoneError(Exception):
+    """Ends a forward pass after the last site."""
+
+
+def run_through(model: Model, batch: Any, sites: Sequence[tuple[str, int, Hook]]) -> None:
+    """Run a batch with hooks `(site, layer, function)`; ends after the one that is listed last."""
+    name, layer, last = sites[-1]
+
+    def final(tensor: torch.Tensor) -> None:
+        last(tensor)
+        raise _DoneError
+
+    with (
+        attached(model, [*sites[:-1], (name, layer, final)]),
+        contextlib.suppress(_DoneError),
+    ):
+        model.forward(batch)
 
 
 def foreign_hooks(model: Model) -> list[str]:

@@ -9,10 +9,12 @@ from interp.config import (
     FewTextOptions,
     FfnKeysConfig,
     HeadsConfig,
+    JudgedTextOptions,
     ManyTextOptions,
     ModelOptions,
     ModelsOptions,
     QkvConfig,
+    SuperpositionConfig,
     TextOptions,
 )
 
@@ -29,6 +31,8 @@ class Analyzer:
     # says (needs_text; always where it does not say).
     models: type[ModelOptions] = ModelOptions
     texts: type[TextOptions] = TextOptions  # its defaults are this command's
+    # The function keeps checkpoints (`out`, the run's folder) and its config has `resume`.
+    resumes: bool = False
 
 
 ANALYZERS = {
@@ -54,5 +58,12 @@ ANALYZERS = {
         "interp.analyzers.qkv:qkv",
         "What are Q, K, V and O each worth, and can heads share them?",
         texts=FewTextOptions,
+    ),
+    "superposition": Analyzer(
+        SuperpositionConfig,
+        "probes.run:superposition",
+        "Which features does a sparse autoencoder find in an MLP's output, and how good is it?",
+        texts=JudgedTextOptions,
+        resumes=True,
     ),
 }

@@ -1,8 +1,9 @@
 """What a measurement hands back: a typed `Result` with tables, units and provenance.
 
 A saved run is a folder with `result.json` (everything but the bulk, strict JSON), one
-`<table>.parquet` per table, `tensors.safetensors` where there are tensors, and `report.html`. No
-pickles. The folder is written as `<folder>.partial` and renamed, so that it is whole or absent.
+`<table>.parquet` per table, `tensors.safetensors` where there are tensors, `report.html`, and in
+folders of its own what others have formats for, such as `sae/`. No pickles. The folder is written
+as `<folder>.partial` and renamed, so that it is whole or absent.
 
 Nothing here imports torch, plotly or rich: figures and pages live in `interp.report`, which this
 module reaches by name only, so that the arrow between the two points one way.
@@ -63,6 +64,7 @@ _REQUIRED = [
     "tables",
 ]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -120,6 +122,8 @@ class Result:
         tables: name -> DataFrame.
         columns: table -> column -> `Column`; every column of every table must be described.
         tensors: name -> numpy array.
+        files: path within the run folder, with forward slashes -> contents, or where they lie (in
+            a loaded run: in its folder).
         notices: sentences that a reader must see beside the numbers.
         environment: versions, as `environment()` returns them.
         seed: the seed of everything random.
@@ -141,6 +145,7 @@ class Result:
     tables: dict[str, pd.DataFrame]
     columns: dict[str, dict[str, Column]]
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    files: dict[str, bytes | Path] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=environment)
     seed: int = 0
@@ -162,6 +167,8 @@ class Result:
             for name, table in self.tables.items()
         }
         self.tensors = {name: _checked_tensor(name, value) for name, value in self.tensors.items()}
+        for name in self.files:
+            _check_file(name)
         for key, column in self.summary_columns.items():
             _check_column(f"summary_columns[{key!r}]", column)
 
@@ -225,6 +232,7 @@ class Result:
                 name: {"file": TENSOR_FILE, "shape": value.shape, "dtype": str(value.dtype)}
                 for name, value in self.tensors.items()
             },
+            "files": {name: {"bytes": _size(value)} for name, value in self.files.items()},
             "command": self.command,
             "summary_columns": {
                 key: dataclasses.asdict(column) for key, column in self.summary_columns.items()
@@ -255,6 +263,8 @@ class Result:
                 _write_table(partial / f"{name}.parquet", name, table)
             if self.tensors:
                 _write_tensors(partial / TENSOR_FILE, self.tensors)
+            for name, value in self.files.items():
+                _write_file(partial / name, value)
             (partial / PAGE_FILE).write_text(page, encoding="utf-8")
             _move_into_place(partial, target)
         return target
@@ -322,6 +332,29 @@ def check_folder(folder: str | os.PathLike[str], overwrite: bool = False) -> Pat
     return path
 
 
+def reopen(folder: str | os.PathLike[str]) -> Path:
+    """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
+
+    Returns:
+        The folder with the run's checkpoints: `<folder>.partial`.
+
+    Raises:
+        InterpError: there is none, or the run is complete.
+    """
+    path = Path(folder).expanduser()
+    partial = path.with_name(path.name + ".partial")
+    if not os.path.lexists(path):
+        if not partial.is_dir():
+            raise InterpError(f"there is no run to take up: neither {path} nor {partial} exists.")
+        return partial
+    if _read_json(path).get("complete", True):
+        raise InterpError(f"{path} holds a complete run: there is nothing to take up.")
+    if partial.exists():
+        raise InterpError(f"both {path} and {partial} exist; remove the one not to take up.")
+    os.rename(path, partial)
+    return partial
+
+
 def load_result(folder: str | os.PathLike[str]) -> Result:
     """Read a saved run; no model is needed.
 
@@ -371,6 +404,7 @@ def load_result(folder: str | os.PathLike[str]) -> Result:
             tables=tables,
             columns=columns,
             tensors=_read_tensors(path, raw.get("tensors") or {}),
+            files=_found_files(path, raw.get("files") or {}),
             notices=list(raw["notices"]),
             environment=raw["environment"],
             seed=raw["seed"],
@@ -429,6 +463,12 @@ def _checked_tensor(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind not in "biuf":
         raise InterpError(f"tensor {name!r} has dtype {array.dtype}; only numbers can be saved.")
     return array
+
+
+def _check_file(name: str) -> None:
+    parts = name.split("/")
+    if len(parts) < 2 or not all(_FILE.fullmatch(part) for part in parts):
+        raise InterpError(f"{name!r} cannot name a file of a run: it must lie in a folder of it.")
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -599,6 +639,27 @@ def _read_tensors(path: Path, listed: Mapping[str, Any]) -> dict[str, np.ndarray
     if missing:
         raise InterpError(f"{path / TENSOR_FILE} is damaged: it lacks {', '.join(missing)}.")
     return {name: found[name] for name in listed}
+
+
+def _size(value: bytes | Path) -> int:
+    return len(value) if isinstance(value, bytes) else value.stat().st_size
+
+
+def _write_file(file: Path, value: bytes | Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(value, bytes):
+        file.write_bytes(value)
+    elif not (file.exists() and file.samefile(value)):
+        shutil.copyfile(value, file)
+
+
+def _found_files(path: Path, listed: Mapping[str, Any]) -> dict[str, bytes | Path]:
+    """Where a run's further files lie; they may be large, so they are not read."""
+    for name, entry in listed.items():
+        _check_file(name)
+        if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]:
+            raise InterpError(f"{path} is damaged: {name} is missing or has another size.")
+    return {name: path / name for name in listed}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

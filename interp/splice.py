@@ -366,6 +366,34 @@ def _prefix(
         yield blocks[layer].mlp, _constant(clean.mlp[layer])
 
 
+@contextlib.contextmanager
+def remembered(model: Model, layer: int) -> Iterator[list[Any]]:
+    """Keep what the block before `layer` returns; the list has it after a forward pass."""
+    kept: list[Any] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> None:
+        kept[:] = [output]
+
+    if layer == 0:
+        yield kept
+        return
+    handle = model.bridge.blocks[layer - 1].register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def starting_at(model: Model, layer: int, kept: list[Any]) -> Iterator[None]:
+    """Let the blocks before `layer` hand on what `remembered` has kept, instead of running."""
+    with contextlib.ExitStack() as stack:
+        if kept:
+            for block in list(model.bridge.blocks)[:layer]:
+                stack.enter_context(replaced_forward(block, _constant(kept[0])))
+        yield
+
+
 def usable(model: Model, text: Text) -> bool:
     """Whether a run from the middle that changes nothing gives the clean losses back.
 

@@ -7,7 +7,7 @@ lists and padded only in a batch: what a document becomes never depends on its n
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from interp.encoding import Document, make_encoder
 from interp.errors import InterpError, UsageError
 from interp.model import Model
-from interp.sampling import Pool, make_pool
+from interp.sampling import CHUNK, Pool, make_pool
 from interp.sources import read_source
 
 PAD = 0
@@ -193,15 +193,8 @@ class Text:
     ) -> TokenBatch:
         """One batch of the rows (document, window) asked for, padded to the longest of them."""
         windows = [self.documents[i].windows[j] for i, j in places]
-        length = max(map(len, windows))
-        tokens = torch.tensor([w + [PAD] * (length - len(w)) for w in windows], dtype=torch.long)
-        lengths = torch.tensor([len(w) for w in windows])
-        mask = torch.arange(length)[None, :] < lengths[:, None]
-        special = torch.isin(tokens, torch.tensor(sorted(self.special_ids), dtype=torch.long))
-        included = mask & ~special
-        included[:, 0] = False
         rows, nth = torch.tensor(list(places), dtype=torch.long).unbind(1)
-        return TokenBatch(tokens, mask, included, rows, nth).to(device)
+        return padded(windows, self.special_ids, rows, nth).to(device)
 
     def held_out(self, n: int) -> "Text":
         """Up to `n` further usable documents: the next ones of the same seeded order.
@@ -220,6 +213,31 @@ class Text:
             )
         return _text(self.pool, documents, self.pool.blank + unusable, "held_out", place, n)
 
+    def rest(self) -> Iterator[Document]:
+        """The usable documents that `held_out` would draw from, all of their windows of each.
+
+        In the seeded random order, a few at a time in source order, tokenised as they are asked
+        for; none where the sample has all of them.
+        """
+        encoder = replace(self.pool.encoder, windows=True)
+        pool = replace(self.pool, encoder=encoder)
+        place = self.next
+        while place < len(pool.order):
+            documents, place, _ = pool.take(place, CHUNK)
+            yield from documents
+
+    def distinct(self) -> tuple["Text", list[str]]:
+        """The text with every document once (a subset may repeat some), and a notice if it did."""
+        first: dict[int, int] = {}
+        for place, document in enumerate(self.documents):
+            first.setdefault(document.index, place)
+        if len(first) == len(self):
+            return self, []
+        notice = (
+            f"{len(self) - len(first)} documents are in the text more than once; each counts once."
+        )
+        return self.subset(list(first.values())), [notice]
+
     def subset(self, positions: Sequence[int]) -> "Text":
         """The documents at these 0-based places, in the order given (repeats allowed).
 
@@ -231,6 +249,30 @@ class Text:
             what = f"position {outside[0]}" if outside else "an empty subset"
             raise InterpError(f"{what} of a text of {len(self)}: expected 0 to {len(self) - 1}.")
         return replace(self, documents=[self.documents[i] for i in positions], part="subset")
+
+
+def padded(
+    windows: Sequence[Sequence[int]],
+    special_ids: Collection[int],
+    rows: Int64[Tensor, " batch"],
+    nth: Int64[Tensor, " batch"],
+) -> TokenBatch:
+    """A batch of windows, padded to the longest of them.
+
+    Args:
+        windows: token ids, BOS included.
+        special_ids: ids that are never included positions.
+        rows: each one's document.
+        nth: which of its document's windows each one is.
+    """
+    length = max(map(len, windows))
+    tokens = torch.tensor([[*w, *[PAD] * (length - len(w))] for w in windows], dtype=torch.long)
+    lengths = torch.tensor([len(w) for w in windows])
+    mask = torch.arange(length)[None, :] < lengths[:, None]
+    special = torch.isin(tokens, torch.tensor(sorted(special_ids), dtype=torch.long))
+    included = mask & ~special
+    included[:, 0] = False
+    return TokenBatch(tokens, mask, included, rows, nth)
 
 
 def expect_model(model: Any) -> None:

@@ -9,7 +9,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a hub call hangs where there is 
 from jaxtyping import install_import_hook
 
 install_import_hook(
-    ["interp.text", "interp.reducers", "interp.splice", "interp.interventions"], "beartype.beartype"
+    [
+        "interp.text",
+        "interp.reducers",
+        "interp.splice",
+        "interp.interventions",
+        "probes.activations",
+        "probes.baselines",
+        "probes.judging",
+        "probes.reading",
+        "probes.splicing",
+        "probes.training",
+    ],
+    "beartype.beartype",
 )
 
 import pytest

@@ -134,7 +134,7 @@ def test_result_json_has_the_documented_keys(tmp_path):
         "notices summary tables"
     )
     assert list(raw)[:13] == documented.split()
-    assert set(raw) - set(documented.split()) == {"command", "summary_columns", "tensors"}
+    assert set(raw) - set(documented.split()) == {"command", "files", "summary_columns", "tensors"}
     assert raw["schema_version"] == 1
     assert raw["tables"]["items"]["file"] == "items.parquet"
     assert raw["tables"]["items"]["rows"] == 3
@@ -194,6 +194,9 @@ def test_undecodable_file_names_do_not_break_a_save(tmp_path):
         ({"summary": {"x": object()}}, "summary.x is a object"),
         ({"tensors": {"t": np.array(["a"])}}, "only numbers"),
         ({"tensors": {"t": np.array([None])}}, "only numbers"),
+        ({"files": {"../up": b""}}, "cannot name a file"),
+        ({"files": {"a/../../up": b""}}, "cannot name a file"),
+        ({"files": {"result.json": b""}}, "cannot name a file"),
         ({"tables": {"../up": pd.DataFrame({"a": [1]})}}, "cannot name a table"),
         ({"tables": {"t": pd.DataFrame([[1, 2]], columns=["a", "a"])}}, "distinct strings"),
         ({"tables": {"t": pd.DataFrame({0: [1]})}}, "distinct strings"),
@@ -286,6 +289,21 @@ def test_leftovers_of_a_killed_save_do_not_join_the_next(tmp_path):
     assert entries(tmp_path) == ["run"]
     assert "stale.parquet" not in entries(tmp_path / "run")
     assert "checkpoint" in entries(tmp_path / "run")
+
+
+def test_files_of_other_formats(tmp_path):
+    made = make(files={"sae/cfg.json": b"{}", "sae/deep/w": b"\x00\x01"})
+    made.save(tmp_path / "run")
+    found = load_result(tmp_path / "run")
+    assert found.to_json() == made.to_json()
+    assert (tmp_path / "run/sae/deep/w").read_bytes() == b"\x00\x01"
+    found.save(tmp_path / "copy")  # of files that lie in another run
+    assert (tmp_path / "copy/sae/cfg.json").read_bytes() == b"{}"
+    found.save(tmp_path / "run", overwrite=True)
+    assert (tmp_path / "run/sae/cfg.json").read_bytes() == b"{}"
+    (tmp_path / "copy/sae/cfg.json").write_bytes(b"{ }")
+    with pytest.raises(InterpError, match=r"sae/cfg\.json is missing or has another size"):
+        load_result(tmp_path / "copy")
 
 
 def test_a_failure_keeps_a_checkpoint_that_was_there(tmp_path, monkeypatch):

@@ -431,6 +431,28 @@ def test_held_out_continues_the_order():
     assert indices(text.subset([0, 1]).held_out(10)) == indices(more)
 
 
+def test_rest_is_everything_that_was_not_drawn_whole():
+    text = draw(ROWS, documents=10, seed=3, context=5)
+    rest = list(text.rest())
+    found = [d.index for d in rest]
+    assert sorted(found + indices(text)) == sorted(indices(draw(ROWS, documents=999)))
+    assert found != sorted(found) or len(found) <= 64  # in the seeded order, a chunk at a time
+    assert found == [d.index for d in text.subset([1]).rest()]
+    assert not any(d.truncated for d in rest)
+    ids = {d.index: sum(len(w) for w in d.windows) for d in rest}
+    whole = {d.index: len(d.windows[0]) for d in draw(ROWS, documents=999, context=128).documents}
+    assert all(whole[i] - 1 <= ids[i] <= whole[i] for i in ids)
+    assert list(draw(ROWS, documents=999).rest()) == []
+
+
+def test_distinct():
+    text = draw(["ab", "abc", "abcd"])
+    assert text.distinct() == (text, [])
+    once, notices = text.subset([2, 0, 2, 2]).distinct()
+    assert [d.text for d in once.documents] == ["abcd", "ab"]
+    assert notices == ["2 documents are in the text more than once; each counts once."]
+
+
 def test_subset():
     text = draw(["ab", "abc", "abcd"], context=3)
     part = text.subset([2, 0])

@@ -43,6 +43,9 @@ class Browser:
         where: (column, heading) that depend on the text's place alone.
         measured: (column, heading) of the numbers of an example.
         group: (column, value -> heading) that divides a row's examples; None: undivided.
+        shade: columns of an example with lists: where stretches of its text begin and end, in
+            characters, and what was measured there; they are shaded by it. None: no shading.
+        silent: said where a row has no example; empty: nothing is.
     """
 
     title: str
@@ -57,6 +60,8 @@ class Browser:
     where: tuple[tuple[str, str], ...]
     measured: tuple[tuple[str, str], ...]
     group: tuple[str, tuple[tuple[Any, str], ...]] | None = None
+    shade: tuple[str, str, str] | None = None
+    silent: str = ""
 
     def available(self, result: Result) -> bool:
         """Whether there is anything to browse."""
@@ -234,6 +239,7 @@ def _data(
     ]
     data: dict[str, Any] = {
         "noun": browser.noun,
+        "silent": browser.silent,
         "by": [[_label(v) for v in rows[c]] for c in browser.by],
         "columns": columns,
         "tokens": tokens,
@@ -262,8 +268,9 @@ def _examples(
     codes = np.stack([pd.factorize(examples[c])[0] for c in parts], axis=1)
     _, first, place = np.unique(codes, axis=0, return_index=True, return_inverse=True)
     places = examples.iloc[first]
+    parts_of = [places[c].astype(object).tolist() for c in (before, token, after)]
     out: dict[str, Any] = {
-        **_texts([places[c].astype(object).tolist() for c in (before, token, after)]),
+        **_texts(parts_of),
         "token": [strings.of(v) for v in places[token]],
         "where": [
             _column(c, h, described[c], _where(places[c], strings))
@@ -279,7 +286,11 @@ def _examples(
         ],
         "groups": [browser.examples],
         "group": [],
+        "shade": [],
     }
+    if browser.shade is not None and all(column in examples for column in browser.shade):
+        columns = [examples[column].tolist() for column in browser.shade]
+        out["shade"] = _shades(parts_of, place.ravel().tolist(), out["from"], columns)
     if browser.group is not None and browser.group[0] in examples:
         values = dict(browser.group[1])
         out["groups"] = list(values.values())
@@ -332,6 +343,34 @@ def _texts(parts: list[list[str]]) -> dict[str, Any]:
             i = j
     names = ("text", "from", "mark", "end", "to")
     return {"texts": texts, "whole": whole} | {n: at[:, i].tolist() for i, n in enumerate(names)}
+
+
+def _shades(
+    parts: list[list[str]], place: list[int], starts: list[int], columns: list[list[Any]]
+) -> list[list[float]]:
+    """Per example [begin, end, value, begin, ...] of its shaded stretches, as places are counted.
+
+    Args:
+        parts: as `_texts` has them, per place.
+        place: each example's.
+        starts: per place, where in its text what is shown begins.
+        columns: per example the stretches' begins, ends and values.
+    """
+    known: dict[int, tuple[int, np.ndarray]] = {}
+    out = []
+    for p, *stretches in zip(place, *columns, strict=True):
+        if p not in known:
+            before, token, after = (part[p] for part in parts)
+            low = max(0, len(before) - token_length(before, token) - BEFORE)
+            known[p] = low, starts[p] + _offsets((before + after[:AFTER])[low:])
+        low, at = known[p]
+        flat: list[float] = []
+        for begin, end, value in zip(*stretches, strict=True):
+            inside = [min(max(int(n) - low, 0), len(at) - 1) for n in (begin, end)]
+            if inside[0] < inside[1]:
+                flat += [*(int(at[n]) for n in inside), float(f"{value:.3g}")]
+        out.append(flat)
+    return out
 
 
 def token_length(before: str, token: str) -> int:

@@ -14,6 +14,7 @@ from interp.report import (
     heads_figures,
     qkv_figures,
     toy_figures,
+    superposition_figures,
 )
 from interp.report.spec import FigureSpec
 from interp.results import Result
@@ -24,6 +25,7 @@ FIGURES: Mapping[str, Mapping[str, FigureSpec]] = {
     "ffn-keys": ffn_keys_figures.FIGURES,
     "qkv": qkv_figures.FIGURES,
     "superposition-toy": toy_figures.FIGURES,
+    "superposition": superposition_figures.FIGURES,
 }
 
 

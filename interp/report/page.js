@@ -185,6 +185,7 @@
         for (var e = from; e < until; e++) if (!data.group.length || data.group[e] === g) own.push(e);
         if (own.length) examples(parent, title, own);
       });
+      if (from === until && data.silent) make(parent, "p", data.silent, "note");
       var rest = make(parent, "details");
       make(rest, "summary", "All numbers of " + data.noun + " " + label(i));
       var table = sheet(rest, [{ text: "column" }, { text: "value" }, { text: "unit" }], "pairs");
@@ -200,11 +201,16 @@
     function examples(parent, title, own) {
       make(parent, "h4", title + " (" + own.length + ")");
       var heads = data.measured.map(function (m) { return { text: m.heading, title: m.meaning, name: "n" }; });
-      heads.push({ text: "text, the token marked" });
+      heads.push({ text: "text, the token marked" + (data.shade.length ? ", shaded by " + data.measured[0].heading : "") });
       heads = heads.concat(data.where.map(function (w) {
         return { text: w.heading, title: w.meaning, name: w.string ? "" : "n" };
       }));
       var table = sheet(parent, heads, "examples");
+      var most = 0;
+      own.forEach(function (e) {
+        var shades = data.shade[e] || [];
+        for (var n = 2; n < shades.length; n += 3) most = Math.max(most, shades[n]);
+      });
       own.forEach(function (e) {
         var place = data.place[e];
         var row = make(table, "tr");
@@ -212,10 +218,12 @@
         var text = data.texts[data.text[place]];
         var cut = data.from[place] > 0 || !data.whole[data.text[place]];
         var bdi = make(make(row, "td", null, "text"), "bdi");
-        bdi.appendChild(document.createTextNode((cut ? "\u2026" : "") + text.slice(data.from[place], data.mark[place])));
+        var shades = data.shade[e] || [];
+        if (cut) bdi.appendChild(document.createTextNode("\u2026"));
+        stretch(bdi, text, data.from[place], data.mark[place], shades, most);
         make(bdi, "mark", long(text.slice(data.mark[place], data.end[place]), 200)).title =
           "token: " + data.strings[data.token[place]];
-        bdi.appendChild(document.createTextNode(text.slice(data.end[place], data.to[place])));
+        stretch(bdi, text, data.end[place], data.to[place], shades, most);
         data.where.forEach(function (w) {
           var value = w.values[place];
           var cell = make(row, "td", w.string ? null : shown(value), w.string ? "" : "n");
@@ -223,6 +231,20 @@
           titled(cell, w);
         });
       });
+    }
+
+    // The text from one place to another, shaded where something was measured.
+    function stretch(parent, text, from, to, shades, most) {
+      for (var n = 0; n < shades.length; n += 3) {
+        var low = Math.max(from, shades[n]), high = Math.min(to, shades[n + 1]);
+        if (low >= high) continue;
+        parent.appendChild(document.createTextNode(text.slice(from, low)));
+        var shade = make(parent, "span", text.slice(low, high), "shade");
+        shade.style.setProperty("--level", Math.round(15 + 65 * shades[n + 2] / most) + "%");
+        shade.title = String(shades[n + 2]);
+        from = high;
+      }
+      parent.appendChild(document.createTextNode(text.slice(from, to)));
     }
 
     function titled(cell, column) {

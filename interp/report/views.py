@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from interp.report import asymmetry, ffn_keys, heads, qkv, toy
+from interp.report import asymmetry, ffn_keys, heads, qkv, superposition, toy
 from interp.report.view import View
 from interp.results import Result
 
@@ -14,6 +14,7 @@ VIEWS: Mapping[str, View] = {
     "ffn-keys": ffn_keys.VIEW,
     "qkv": qkv.VIEW,
     "superposition-toy": toy.VIEW,
+    "superposition": superposition.VIEW,
 }
 
 

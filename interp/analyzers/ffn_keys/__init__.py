@@ -126,7 +126,8 @@ class Run:
                 f"--key {self.keys[-1]} does not exist: the layers of {model.name} have keys 0 to "
                 f"{model.cfg.d_mlp - 1}."
             )
-        self.text = self._once(text)
+        self.text, repeated = text.distinct()
+        self.notices += repeated
         self.found = {layer: self._layer() for layer in self.layers}
         self.error = float("nan")  # of the sum over keys
         self.top: dict[tuple[int, int], Top] = {}
@@ -153,18 +154,6 @@ class Run:
     def _layer(self) -> LayerTriggers:
         keys = None if len(self.keys) == self.model.cfg.d_mlp else self.keys
         return LayerTriggers(self.text, len(self.keys), self.config.top, self.signs, keys)
-
-    def _once(self, text: Text) -> Text:
-        """The text without documents that are in it twice (as a subset may have them)."""
-        first: dict[int, int] = {}
-        for place, document in enumerate(text.documents):
-            first.setdefault(document.index, place)
-        if len(first) == len(text):
-            return text
-        self.notices.append(
-            f"{len(text) - len(first)} documents are in the text more than once; each counts once."
-        )
-        return text.subset(list(first.values()))
 
     def _say_what_to_mind(self) -> None:
         self.notices += hooks.foreign_notices(self.model)

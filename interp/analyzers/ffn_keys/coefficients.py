@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from interp import hooks, scores
-from interp.analyzers.ffn_keys.prefixes import run_through
 from interp.errors import InterpError
 from interp.model import Model
 from interp.progress import batches, track
@@ -96,7 +95,9 @@ def run(
         pre: layer (of `use`) -> function of its pre-activations (the gate's, in gated models).
     """
     sites = [("mlp_pre", layer, function) for layer, function in (pre or {}).items()]
-    run_through(model, batch, sites + [("mlp_post", layer, use[layer]) for layer in sorted(use)])
+    hooks.run_through(
+        model, batch, sites + [("mlp_post", layer, use[layer]) for layer in sorted(use)]
+    )
 
 
 def coefficients(

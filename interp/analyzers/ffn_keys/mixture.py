@@ -35,7 +35,7 @@ from interp import hooks
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.lens import Lens
 from interp.analyzers.ffn_keys.patterns import Positions
-from interp.analyzers.ffn_keys.prefixes import by_length, rows_of, run_through
+from interp.analyzers.ffn_keys.prefixes import by_length, rows_of
 from interp.model import Model
 from interp.progress import track
 
@@ -221,7 +221,7 @@ def _batch(
         sites.append(("mlp_post", layer, keep(layer, "c")))
         sites.append(("mlp_out", layer, keep(layer, "y")))
         sites.append(("resid_post", layer, finish(layer)))
-    run_through(model, rows_of(runs).to(model.device), sites)
+    hooks.run_through(model, rows_of(runs).to(model.device), sites)
 
 
 def _look(one: _Layer, index: np.ndarray, c: Tensor, values: Tensor) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from interp import hooks
 from interp.model import Model
 from interp.progress import BATCH_TOKENS
 from interp.text import PAD, TokenBatch
@@ -43,22 +40,3 @@ def by_length(lengths: Sequence[int], model: Model, tokens: int | None = None) -
         out.append(order[i : i + rows])
         i += rows
     return out
-
-
-class _DoneError(Exception):
-    """Ends a forward pass after the last site."""
-
-
-def run_through(model: Model, batch: Any, sites: Sequence[tuple[str, int, hooks.Hook]]) -> None:
-    """Run a batch with hooks `(site, layer, function)`; ends after the one that is listed last."""
-    name, layer, last = sites[-1]
-
-    def final(tensor: torch.Tensor) -> None:
-        last(tensor)
-        raise _DoneError
-
-    with (
-        hooks.attached(model, [*sites[:-1], (name, layer, final)]),
-        contextlib.suppress(_DoneError),
-    ):
-        model.forward(batch)

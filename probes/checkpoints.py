@@ -1,0 +1,102 @@
+"""Checkpoints of a training: where it stands after a block, and of which run it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interp.errors import InterpError
+from probes.training import Job
+
+
+class Checkpoints:
+    """Checkpoints of one training under a folder; the newest whole one counts.
+
+    Args:
+        folder: where they lie; None: nowhere.
+        what: all that the weights depend on.
+        every: seconds that must have passed since the last one for `due`.
+    """
+
+    def __init__(self, folder: Path | None, what: Mapping[str, Any], every: float = 0) -> None:
+        self.folder, self.what, self.every = folder, what, every
+        self.last = time.monotonic()
+
+    def due(self, jobs: list[Job], block: int) -> None:
+        """Save, if the last time is long enough ago."""
+        if time.monotonic() - self.last >= self.every:
+            self.save(jobs, block)
+            self.last = time.monotonic()
+
+    def save(self, jobs: list[Job], block: int) -> None:
+        """Write where training stands after `block` blocks, then drop the older ones."""
+        if self.folder is None:
+            return
+        new = self.folder / f"{block:06d}.new"
+        shutil.rmtree(new, ignore_errors=True)
+        for i, job in enumerate(jobs):
+            job.save(new / str(i))
+        state = {"what": dict(self.what), "block": block, "logs": [vars(job.log) for job in jobs]}
+        _write_json(new / "state.json", state)
+        done = self.folder / f"{block:06d}"
+        shutil.rmtree(done, ignore_errors=True)
+        os.replace(new, done)
+        for old in self._all():
+            if old != done:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, jobs: list[Job]) -> int:
+        """Take up the newest one; returns the number of blocks that are done, 0 without any.
+
+        Raises:
+            InterpError: it is of a run with other options, text or model.
+        """
+        for folder in reversed(self._all()):
+            state = _read_json(folder / "state.json")
+            if state is None:
+                continue
+            self._expect_same(state["what"])
+            for i, job in enumerate(jobs):
+                job.load(folder / str(i), state["logs"][i])
+            return int(state["block"])
+        return 0
+
+    def _all(self) -> list[Path]:
+        if self.folder is None or not self.folder.is_dir():
+            return []
+        return sorted(p for p in self.folder.iterdir() if p.is_dir() and p.name.isdigit())
+
+    def _expect_same(self, what: Mapping[str, Any]) -> None:
+        names = [n for n in {**what, **self.what} if what.get(n) != self.what.get(n)]
+        if names:
+            told = ", ".join(
+                f"{n} was {_short(what.get(n))} and is {_short(self.what.get(n))}" for n in names
+            )
+            raise InterpError(
+                f"The run to take up is another one: {told}. Give the same options, or choose "
+                "another --out."
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _write_json(file: Path, value: Any) -> None:
+    with file.open("w", encoding="utf-8") as out:
+        json.dump(value, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
