@@ -13,8 +13,8 @@ from interp.report import (
     ffn_keys_figures,
     heads_figures,
     qkv_figures,
-    toy_figures,
     superposition_figures,
+    toy_figures,
 )
 from interp.report.spec import FigureSpec
 from interp.results import Result
