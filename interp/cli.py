@@ -218,7 +218,10 @@ def _analyze(
             raise UsageError("--resume needs --out: the folder of the run to take up.")
         reopen(output.out)
     check_folder(output.out or _run_folder(name, "model"), output.overwrite)
-    each = model_options.each()
+    reads_model = getattr(config, "needs_model", True)
+    if not reads_model and (model_options, text_options) != (analyzer.models(), analyzer.texts()):
+        raise UsageError("no model and no text is read here: leave their options out.")
+    each = model_options.each() if reads_model else []
     reads_text = len(each) == 1 and getattr(config, "needs_text", True)
     if reads_text:
         from interp.sources import expect_source
@@ -241,7 +244,9 @@ def _analyze(
 
     text = None
     # Several are loaded as they are asked for, so that one is in memory at a time.
-    models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
+    models: Any = ((one.label, load(one)) for one in each)
+    if len(each) < 2:
+        models = load(each[0]) if each else None
     if reads_text:
         text = load_text(
             model=models,
@@ -254,12 +259,13 @@ def _analyze(
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
     if analyzer.resumes:
-        folder = (output.out or _run_folder(name, names[-1])).expanduser()
+        folder = (output.out or _run_folder(name, names[-1] if names else "no-model")).expanduser()
         result = measure(models, text, config, out=folder)
     else:
         result = measure(models, text, config)
-        folder = (output.out or _run_folder(name, names[-1])).expanduser()
-    result.command = _command(name, [model_options.named(names[-1]), text_options, config])
+        folder = (output.out or _run_folder(name, names[-1] if names else "no-model")).expanduser()
+    read = [model_options.named(names[-1]), text_options] if names else []
+    result.command = _command(name, [*read, config])
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
