@@ -134,7 +134,7 @@ def tables(meaning: Meaning) -> dict[str, pd.DataFrame]:
         out["geometry"] = meaning.geometry.distributions
     if meaning.matches:
         parts = [one.features.assign(seed=name) for name, one in meaning.matches.items()]
-        out["matches"] = pd.concat(parts, ignore_index=True)[list(MATCHES)]
+        out["matches"] = pd.concat(parts, ignore_index=True).reindex(columns=list(MATCHES))
     if meaning.scores is not None:
         out["concept_scores"] = meaning.scores.dictionaries
         if SAE in meaning.scores.influences and len(meaning.scores.influences) > 1:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import probes
 from interp.cli import run as interp_command
 from interp.errors import UsageError
 from interp.model import load_model
-from interp.report import figure, print_result, render
+from interp.report import figure, figure_names, print_result, render
 from interp.report.superposition import findings
 from interp.text import load_text
 from probes import concepts, meaning
@@ -33,11 +34,11 @@ def planted_labels(at, names, seed):
 def planted(tmp_path_factory):
     """(model, result) of an SAE that had enough to learn from."""
     model = load_model(superposed.make(tmp_path_factory.mktemp("planted") / "m"), device="cpu")
-    text = load_text(superposed.texts(800), model, documents=60, context=64)
+    text = load_text(superposed.texts(600), model, documents=60, context=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(concepts, "every_label", planted_labels)
         result = superposition(
-            model, text, layer=1, width=(2,), k=3, train_tokens=40_000, train_batch=64, lr=3e-3,
+            model, text, layer=1, width=(2,), k=3, train_tokens=30_000, train_batch=128, lr=6e-3,
             seeds=2, null_model=True, loss_documents=2, progress=False,
         )  # fmt: skip
     return model, result
@@ -65,7 +66,7 @@ def test_scores_are_those_of_the_saved_sae(planted):
 
     model, result = planted
     weights = load_weights(result.files["sae/sae_weights.safetensors"])
-    text = load_text(superposed.texts(800), model, documents=60, context=64)
+    text = load_text(superposed.texts(600), model, documents=60, context=64)
     ids = [np.array(d.windows[0][1:]) for d in text.documents]
     document = np.repeat(np.arange(60), [len(i) for i in ids])
     first = concepts.halves(document, 0)
@@ -96,7 +97,9 @@ def test_other_seed(planted):
         load_weights(result.files[f"{name}/sae_weights.safetensors"])["W_dec"].double().numpy()
         for name in ("sae", "sae-seed-1")
     )
-    for row in table.head(40).to_dict("records"):
+    matched = table.loc[table["matched_feature"] >= 0, :]
+    assert len(matched) == result.summary["match_matched"]
+    for row in matched.head(40).to_dict("records"):
         a, b = own[row["feature"]], other[row["matched_feature"]]
         cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
         assert row["matched_cosine"] == pytest.approx(cosine, abs=1e-6)
@@ -144,6 +147,34 @@ def test_every_number_has_a_unit(planted):
     assert not set(result.summary) - set(result.summary_columns)
 
 
+def test_it_is_told_with_its_nulls(planted):
+    """Every sentence once, with its null beside it; figures; 80 columns in a terminal."""
+    _, result = planted
+    told = " ".join(findings(result))
+    scores = result.tables["concept_scores"].set_index("dictionary")["concept_auroc_all"]
+    assert f"to a mean AUROC of {scores['sae']:.3f} [" in told
+    for name, words in (
+        ("neurons", "MLP neurons"),
+        ("random directions", "random directions"),
+        ("null model", "SAE features of a model with permuted weights"),
+    ):
+        assert re.search(rf"{words} {scores[name]:.3f} \([0-9,]+; worse\)", told)
+    assert "come back in another seed's SAE" in told
+    assert "of a dimension to itself (median D_i), as many random directions" in told
+    assert "that of randomly rotated neurons by" in told
+    assert "nan" not in told and "None" not in told
+    assert {"concepts", "geometry"} <= set(figure_names(result))
+    drawn = figure(result, "concepts")
+    assert list(drawn.data[0].x) == scores.tolist()
+    assert figure(result, "geometry").to_json()
+    out = io.StringIO()
+    print_result(result, rows=3, console=Console(file=out, width=80, highlight=False))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "How well single directions tell labels" in text
+    assert "How well single directions tell labels" in render([result])
+
+
 OPTIONS = {
     "layer": 1, "width": (2,), "k": 4, "train_tokens": 2000, "train_batch": 100,
     "loss_documents": 2, "top": 3, "progress": False,
@@ -188,7 +219,9 @@ def test_no_concepts(tiny_model):
 
 def test_batches_of_any_size_score_the_same(tiny_model):
     one, many = (
-        superposition(tiny_model, text_of(tiny_model), batch_size=size, **(OPTIONS | {"train_tokens": 500}))
+        superposition(
+            tiny_model, text_of(tiny_model), batch_size=size, **(OPTIONS | {"train_tokens": 500})
+        )
         for size in (1, 7)
     )
     for name in ("concept_auroc_all", "auroc"):
