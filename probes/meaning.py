@@ -39,7 +39,7 @@ from probes.polysemantic import Polysemantic
 if TYPE_CHECKING:
     from probes.run import Run
 
-TOKENS, LEAST_TOKENS = 20_000, 5_000
+TOKENS, LEAST_TOKENS = 15_000, 5_000
 NUMBERS = 2**27  # activations of one dense dictionary; fewer tokens for wide ones, if not too few
 NEURONS, PCA, DIRECTIONS = "neurons", "pca", "random directions"
 

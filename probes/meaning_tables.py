@@ -65,6 +65,11 @@ SUMMARY = {
     ),
     "dimensionality_null_low": Column("dimensions", "Smallest median of a set of them."),
     "dimensionality_null_high": Column("dimensions", "Largest median of a set of them."),
+    "dimensionality_even": Column(
+        "dimensions",
+        "1 / (1 + (n_live - 1) / d_model): D_i of as many directions drawn evenly over all "
+        "dimensions, as a decoder starts out.",
+    ),
     "match_seeds": Column("SAEs", "Of other seeds that the SAE is matched with."),
     **{
         f"match_{key}": Column(column.unit, f"{column.description} Mean over other seeds.")
@@ -156,6 +161,7 @@ def summary(meaning: Meaning) -> dict[str, Any]:
         own, null = (spread.loc[("dimensionality", d)] for d in ("features", "random"))
         out |= {"dimensionality_median": own["p50"], "dimensionality_null": null["p50"]}
         out |= {f"dimensionality_null_{end}": null[f"median_{end}"] for end in ("low", "high")}
+        out["dimensionality_even"] = 1 / (1 + (out["n_live"] - 1) / out["d_model"])
     if meaning.matches:
         found = [one.summary for one in meaning.matches.values()]
         out |= {"match_seeds": len(found), "match_method": found[0]["method"]}

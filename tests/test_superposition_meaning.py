@@ -125,6 +125,11 @@ def test_geometry_by_hand(planted):
     assert features.loc[~live, "dimensionality"].isna().all()
     assert result.summary["n_live"] == live.sum()
     assert result.summary["dimensionality_median"] == pytest.approx(np.median(1 / squares.sum(1)))
+    n, rng = len(W), np.random.default_rng(0)
+    even = [rng.standard_normal((n, superposed.D_MODEL)) for _ in range(20)]
+    even = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in even]
+    even = np.mean([np.median(1 / np.square(x @ x.T).sum(1)) for x in even])
+    assert result.summary["dimensionality_even"] == pytest.approx(even, rel=0.02)
     np.fill_diagonal(squares, 0)
     kept = own["feature"].to_numpy()
     assert own["nearest_feature"].tolist() == kept[squares.argmax(1)].tolist()

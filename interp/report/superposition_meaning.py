@@ -158,15 +158,17 @@ def _geometry(s: Mapping[str, Any]) -> str | None:
     low, high = (number(s.get(f"dimensionality_null_{end}")) for end in ("low", "high"))
     if own is None or null is None or low is None or high is None:
         return None
-    verdict = "within what random directions have"
+    verdict = "within what these have"
     if own > high:
-        verdict = "they avoid each other more than random directions do"
+        verdict = "features avoid each other more than the activations' spread alone explains"
     elif own < low:
-        verdict = "they crowd together more than random directions do"
+        verdict = "features crowd together more than the activations' spread alone explains"
     return (
         f"A feature has {unsigned(own, 4)} of a dimension to itself (median D_i), as many random "
         f"directions with the activations' covariance {unsigned(null, 4)} (medians of the draws "
-        f"{unsigned(low, 4)} to {unsigned(high, 4)}): {verdict}."
+        f"{unsigned(low, 4)} to {unsigned(high, 4)}): {verdict}. Directions spread evenly over all "
+        "dimensions, as a decoder is before training, have "
+        f"{unsigned(s.get('dimensionality_even'))}: only what differs from that too was learned."
     )
 
 
