@@ -316,8 +316,6 @@ VIEW = View(
             ("value_kurtosis", "kurtosis of logits"),
             ("nearest_neuron", "nearest neuron"),
             ("nearest_neuron_cosine", "cosine"),
-            ("dimensionality", "D_i"),
-            ("concept_auroc", "best label's AUROC"),
         ),
         tokens=(
             ("top_tokens", "most active at"),

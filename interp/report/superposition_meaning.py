@@ -225,13 +225,13 @@ def limits(result: Result) -> list[str]:
 
 def digests(result: Result) -> list[Digest]:
     """Concept scores by dictionary, and the geometry beside its null."""
-    return [digest for digest in (_scores(result), _spread(result)) if digest is not None]
+    return [*_scores(result), *_spread(result)]
 
 
-def _scores(result: Result) -> Digest | None:
+def _scores(result: Result) -> list[Digest]:
     rows = _rows(result, "concept_scores")
     if not rows:
-        return None
+        return []
     head = ("directions of", "how\nmany", "AUROC\nof all", "95%\ninterval", "equal", "told", "each")
     cells = tuple(
         (
@@ -250,13 +250,18 @@ def _scores(result: Result) -> Digest | None:
         f"{count(rows[0]['candidates'])} of each (equal). told: labels above 0.9. each: mean over "
         "directions, each for its best label."
     )
-    return Digest("How well single directions tell labels", head, cells, note)
+    title = "How well single directions tell labels"
+    whole = tuple(heading.replace("\n", " ") for heading in head)
+    return [
+        Digest(title, head, cells, note, page=False),
+        Digest(title, whole, cells, note, terminal=False),
+    ]
 
 
-def _spread(result: Result) -> Digest | None:
+def _spread(result: Result) -> list[Digest]:
     rows = _rows(result, "geometry")
     if not rows:
-        return None
+        return []
     head = ("", "directions", "n", "5%", "median", "95%")
     cells = tuple(
         (
@@ -271,4 +276,4 @@ def _spread(result: Result) -> Digest | None:
         "features: live decoder directions at length 1. random: as many with the activations' "
         f"covariance, {count(max(row['draws'] for row in rows))} draws."
     )
-    return Digest("How features share the space", head, cells, note, terminal=False)
+    return [Digest("How features share the space", head, cells, note, terminal=False)]

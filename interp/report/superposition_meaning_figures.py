@@ -102,7 +102,10 @@ def _geometry(result: Result) -> go.Figure:
                 row=i + 1,
                 col=1,
             )
-        figure.update_xaxes(zeroline=False, row=i + 1, col=1)
+        both = table.loc[[(name, directions) for directions in _DIRECTIONS], ["p1", "p99"]]
+        low, high = float(both["p1"].min()), float(both["p99"].max())
+        pad = 0.03 * (high - low)
+        figure.update_xaxes(zeroline=False, range=[low - pad, high + pad], row=i + 1, col=1)
     figure.update_yaxes(type="category", automargin=True)
     figure.update_annotations(font={"size": 12}, x=0, xanchor="left")
     draws = count(table["draws"].to_numpy().max())
