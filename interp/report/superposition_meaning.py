@@ -136,8 +136,8 @@ def _matches(s: Mapping[str, Any]) -> str | None:
         f"random directions ({share(s.get('match_null_cosine'))}; of these "
         f"{percent(s['match_null_returning_first'])} pass 0.7). Mean matched cosine "
         f"{share(s.get('match_mean_cosine'))}, random directions "
-        f"{share(s.get('match_null_mean_cosine'))}. What does not come back is not a feature of "
-        "the model."
+        f"{share(s.get('match_null_mean_cosine'))}. What does not come back says more of the "
+        "training than of the model."
     )
 
 
