@@ -221,7 +221,10 @@ def _analyze(
     export = getattr(config, "export", None)
     if export is not None and output.out is not None and _same_folder(export, output.out):
         raise UsageError("--export and --out name the same folder; give each its own.")
-    each = model_options.each()
+    reads_model = getattr(config, "needs_model", True)
+    if not reads_model and (model_options, text_options) != (analyzer.models(), analyzer.texts()):
+        raise UsageError("no model and no text is read here: leave their options out.")
+    each = model_options.each() if reads_model else []
     reads_text = len(each) == 1 and getattr(config, "needs_text", True)
     if reads_text:
         from interp.sources import expect_source
@@ -244,7 +247,9 @@ def _analyze(
 
     text = None
     # Several are loaded as they are asked for, so that one is in memory at a time.
-    models = load(each[0]) if len(each) == 1 else ((one.label, load(one)) for one in each)
+    models: Any = ((one.label, load(one)) for one in each)
+    if len(each) < 2:
+        models = load(each[0]) if each else None
     if reads_text:
         text = load_text(
             model=models,
@@ -258,7 +263,11 @@ def _analyze(
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
 
     def command() -> str:
-        return _command(name, [model_options.named(names[-1]), text_options, config])
+        read = [model_options.named(names[-1]), text_options] if names else []
+        return _command(name, [*read, config])
+
+    def where() -> Path:
+        return (output.out or _run_folder(name, names[-1] if names else "no-model")).expanduser()
 
     # What an analyzer needs that writes files before the run is saved. (Names are known by then
     # only if there is one model.)
@@ -266,10 +275,10 @@ def _analyze(
     if export is not None:
         more |= {"overwrite": output.overwrite, "command": command()}
     if analyzer.resumes:
-        more["out"] = (output.out or _run_folder(name, names[-1])).expanduser()
+        more["out"] = where()
     result = measure(models, text, config, **more)
     result.command = command()
-    folder = Path(more.get("out") or output.out or _run_folder(name, names[-1])).expanduser()
+    folder = more.get("out") or where()
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now

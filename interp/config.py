@@ -407,10 +407,21 @@ class SuperpositionConfig(RunOptions):
     """Contexts to keep per feature, each of another document, 1 or more."""
     activations_cache: Path | None = None
     """Folder to keep activations in, for further runs; the size is stated and capped."""
+    concepts: Annotated[bool, Parameter(negative="--no-concepts")] = True
+    """Score what features tell (words, shapes, topics), and what neurons are made of."""
     checkpoint_every: int = 60
     """Seconds between checkpoints of the training, 0 or more."""
     resume: bool = False
     """Take up the unfinished run of --out, from its last checkpoint."""
+    toy: bool = False
+    """The toy model of superposition instead, where the truth is known; needs no model."""
+    toy_steps: int = 1200
+    """With --toy, training steps, 10 or more."""
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a model is read, and a text: not for the toy."""
+        return not self.toy
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -423,12 +434,18 @@ class SuperpositionConfig(RunOptions):
         _must(all(w >= 1 for w in self.width), "width", "1 or more", self.width)
         _must(len(set(self.width)) == len(self.width), "width", "given once each", self.width)
         least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
+        least |= {"toy_steps": 10}
         for name, low in (least | {"loss_documents": 0, "checkpoint_every": 0}).items():
             value = getattr(self, name)
             _must(value >= low, name.replace("_", "-"), f"{low} or more", value)
         _must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)
         ok = self.sparsity is None or 0 <= self.sparsity < float("inf")
         _must(ok, "sparsity", "0 or more", self.sparsity)
+        own = {f.name for f in fields(RunOptions)} | {"toy", "toy_steps"}
+        for field in fields(self) if self.toy else ():
+            value = getattr(self, field.name)
+            ok = field.name in own or value == field.default
+            _must(ok, field.name.replace("_", "-"), "left out with --toy", value)
 
 
 def with_options(

@@ -28,7 +28,8 @@ class Analyzer:
     help: str
     # ModelsOptions: --model and --revision may be given several times, and the function then gets
     # an iterable of models instead of one, and no text. Whether a text is read at all, the config
-    # says (needs_text; always where it does not say).
+    # says (needs_text; always where it does not say). A config that needs no model (needs_model)
+    # needs no text either: the function gets None for both.
     models: type[ModelOptions] = ModelOptions
     texts: type[TextOptions] = TextOptions  # its defaults are this command's
     # The function keeps checkpoints (`out`, the run's folder) and its config has `resume`.

@@ -42,6 +42,11 @@ class Calibration:
     neurons: Float64[Tensor, " d_mlp"] | None
     tokens: int
 
+    @property
+    def covariance(self) -> Float64[Tensor, "d_model d_model"]:
+        """Of the activations about their mean, in squared residual units."""
+        return (self.directions.T * self.variances) @ self.directions
+
     @classmethod
     def of(
         cls, batches: Iterable[tuple[Float[Tensor, "token d_model"], Tensor | None]]

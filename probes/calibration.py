@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interp.progress import track
 from interp.results import Column
 from interp.stats import mean_interval
 from probes.directions import Gaussian, nearest, unit
@@ -103,7 +104,12 @@ COLUMNS = {
 
 
 def calibrate(
-    setting: Setting | None = None, *, train: Train | None = None, seeds: int = 3, seed: int = 0
+    setting: Setting | None = None,
+    *,
+    train: Train | None = None,
+    seeds: int = 3,
+    seed: int = 0,
+    progress: bool = False,
 ) -> Calibration:
     """Train SAEs on planted features and measure how many they find.
 
@@ -112,10 +118,12 @@ def calibrate(
         train: trains an SAE and returns its decoder; None: SAELens' TopK SAE and trainer.
         seeds: runs.
         seed: of the first run; the others follow.
+        progress: show a bar over runs.
     """
     setting = setting or Setting()
     start = time.monotonic()
     cosines, null = [], []
+    bar = track(seeds, "calibration", progress)
     for own in range(seed, seed + seeds):
         planted, batches = plant(setting, own)
         decoder = (train or train_topk)(setting, batches, own)
@@ -123,6 +131,8 @@ def calibrate(
         sample = torch.cat([next(batches) for _ in range(20)])
         random = Gaussian.of(torch.cov(sample.T)).draw(setting.features, own)
         null.append(float(recovery(random, planted).mean()))
+        bar.update(1)
+    bar.close()
     by_seed = [float(c.mean()) for c in cosines]
     interval = mean_interval(by_seed)
     return Calibration(

@@ -26,7 +26,7 @@ with the chosen pairs as given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,7 @@ class ConceptScores:
     Attributes:
         dictionaries: a row per dictionary (DICTIONARIES).
         directions: a row per candidate direction (DIRECTIONS).
+        every: a row per available direction (DIRECTIONS).
         concepts: a row per dictionary and concept (CONCEPTS).
         influences: dictionary -> [document, 3] what each held-out document adds to the error of
             auroc, concept_auroc and concept_auroc_all.
@@ -142,6 +143,7 @@ class ConceptScores:
 
     dictionaries: pd.DataFrame
     directions: pd.DataFrame
+    every: pd.DataFrame
     concepts: pd.DataFrame
     influences: dict[str, Float64[np.ndarray, "document 3"]]
 
@@ -175,7 +177,13 @@ class ConceptScores:
         return pd.DataFrame(rows, columns=list(MARGINS))
 
 
-def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0) -> ConceptScores:
+def score(
+    dictionaries: Mapping[str, Any],
+    concepts: Concepts,
+    *,
+    seed: int = 0,
+    tick: Callable[[], object] = lambda: None,
+) -> ConceptScores:
     """Score dictionaries on a bank of concepts.
 
     Args:
@@ -183,6 +191,7 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
             array or a scipy sparse one (worth it where most are zero).
         concepts: the bank.
         seed: of the draw of candidates, where dictionaries differ in their number.
+        tick: called after each dictionary.
 
     Raises:
         InterpError: no dictionary, one of another number of tokens, with an activation that is not
@@ -196,7 +205,7 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
     }
     varying = {name: _varying(name, x, first) for name, x in rows.items()}
     n = min(len(kept) for kept in varying.values())
-    parts: list[tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]] = []
+    parts: list[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, dict[str, Any]]] = []
     influences = {}
     for i, (name, x) in enumerate(rows.items()):
         rng = np.random.default_rng([seed, 12, i])
@@ -204,7 +213,8 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
         drawn = np.sort(rng.choice(len(available), n, replace=False))
         whole = _Scored.of(x[:, available], concepts)
         equal = whole.taken(drawn)
-        table = equal.directions(name, available[drawn])
+        every = whole.directions(name, available)
+        table = every.iloc[drawn]
         by_equal = equal.concepts(name, available[drawn])
         by_concept = whole.concepts(name, available).assign(auroc_equal=by_equal["auroc"])
         parted = (equal.influence(1), equal.influence(0), whole.influence(0))
@@ -229,11 +239,13 @@ def score(dictionaries: Mapping[str, Any], concepts: Concepts, *, seed: int = 0)
             "tokens": int((~first).sum()),
             "documents": len(influences[name]),
         }
-        parts.append((table, by_concept, row))
+        parts.append((table, every, by_concept, row))
+        tick()
     return ConceptScores(
-        dictionaries=pd.DataFrame([row for _, _, row in parts], columns=list(DICTIONARIES)),
-        directions=pd.concat([table for table, _, _ in parts], ignore_index=True),
-        concepts=pd.concat([table for _, table, _ in parts], ignore_index=True),
+        dictionaries=pd.DataFrame([row for *_, row in parts], columns=list(DICTIONARIES)),
+        directions=pd.concat([table for table, *_ in parts], ignore_index=True),
+        every=pd.concat([table for _, table, *_ in parts], ignore_index=True),
+        concepts=pd.concat([table for _, _, table, _ in parts], ignore_index=True),
         influences=influences,
     )
 

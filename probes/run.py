@@ -36,12 +36,13 @@ from interp.model import Model
 from interp.progress import track
 from interp.results import Result
 from interp.text import Text, expect_model, expect_text
-from probes import activations, baselines, loading, reading, splicing
+from probes import activations, baselines, loading, meaning, reading, splicing
 from probes.activations import Tokens
 from probes.baselines import Calibration, Dictionary
 from probes.fitting import NULL, RANDOM, SAE, Fitting, Trained
 from probes.judging import Judge, Quality
 from probes.splicing import Losses
+from probes.toy_models import toy
 
 CHECKPOINTS = "checkpoints"
 CHUNK = 2048  # positions whose features are held at once
@@ -62,7 +63,8 @@ def superposition(
     """Train a sparse autoencoder on an MLP's output, judge it, and read its features.
 
     Args:
-        model: from `load_model`.
+        model: from `load_model`; with `toy=True` it is not looked at, nor is the text (`probes.toy`
+            is the same without them).
         text: from `load_text`: the documents to judge on. All others of its source are trained on.
         config: all options at once, or
         out: the run's folder; checkpoints go to `<out>.partial`. None: no checkpoints.
@@ -78,6 +80,8 @@ def superposition(
             take up that is another one, or a loss that is not finite.
     """
     config = with_options(SuperpositionConfig, config, options)
+    if not config.needs_model:
+        return toy(steps=config.toy_steps, seed=config.seed, progress=config.progress)
     expect_model(model)
     expect_text(text)
     run = Run(model, text, config, out)
@@ -103,6 +107,7 @@ class Run:
     calibration: mean, scale and covariance of the activations; sample: some of them, raw.
     quality: dictionary -> how well it reconstructs; fired: SAE -> where its features fire.
     losses: of `loss_text`; around: activations around the contexts.
+    meaning: what the features say about superposition.
     """
 
     def __init__(
@@ -133,6 +138,7 @@ class Run:
         self.around: reading.Around | None = None
         self.loss_text = self._loss_text()
         self.losses: Losses | None = None
+        self.meaning = meaning.Meaning()
         self._say_what_to_mind()
 
     # What there is ----------------------------------------------------------------------------
@@ -237,6 +243,7 @@ class Run:
         self._look_around()
         if self.config.null_model:
             self._null()
+        meaning.measure(self)
         if self.checkpoints is not None:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
 

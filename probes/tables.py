@@ -11,7 +11,7 @@ import pandas as pd
 
 from interp import stats
 from interp.results import Column, Result, described
-from probes import columns, reading
+from probes import columns, meaning_tables, reading
 from probes import run as running
 from probes.judging import Estimate, Quality, mean, ratio
 from probes.splicing import CLEAN
@@ -28,26 +28,29 @@ def assemble(run: Run) -> Result:
     if run.quality:
         tables["baselines"] = _baselines(run)
         found = _contexts(run)
-        tables["features"] = _features(run, found)
+        tables["features"] = meaning_tables.with_meaning(_features(run, found), run.meaning)
         tables["contexts"] = found
         tables["density"] = _density(run)
     if len(log := _training(run)):
         tables["training"] = log
+    tables |= meaning_tables.tables(run.meaning)
     known: dict[str, dict[str, Column]] = {
         "baselines": columns.BASELINES,
-        "features": columns.FEATURES,
+        "features": columns.FEATURES | meaning_tables.FEATURES,
         "contexts": columns.CONTEXTS,
         "density": columns.DENSITY,
         "training": columns.TRAINING,
+        **meaning_tables.COLUMNS,
     }
-    summary = _summary(run)
+    summary = _summary(run) | meaning_tables.summary(run.meaning)
+    units = columns.SUMMARY | meaning_tables.SUMMARY
     return Result(
         analyzer="superposition",
         config=dataclasses.asdict(run.config),
         model=run.model.describe(),
         data=run.text.describe(),
         summary=summary,
-        summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
+        summary_columns={k: v for k, v in units.items() if k in summary},
         tables=tables,
         columns={name: described(table, known[name]) for name, table in tables.items()},
         files={**run.files},

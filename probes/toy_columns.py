@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from interp.results import Column
+from probes import calibration
 
 _DENSITY = Column("probability", "That a feature is active: 1 - sparsity.")
 _LOSS = Column(
@@ -71,7 +72,7 @@ COLUMNS = {
     },
 }
 
-SUMMARY = {
+TOY = {
     "checks": Column("comparisons", "With theory."),
     "checks_agree": Column("comparisons", "That agree within what is stated."),
     "dense_d_star": Column("dimensions per feature", "D* at density 1."),
@@ -79,3 +80,5 @@ SUMMARY = {
     "pairs_density": Column("probability", "The density where there are most antipodal pairs."),
     "most_represented": Column("features", "Most that a density of the sweep represents."),
 }
+
+SUMMARY = TOY | {f"calibration_{key}": column for key, column in calibration.COLUMNS.items()}

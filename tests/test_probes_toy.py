@@ -11,12 +11,12 @@ from rich.console import Console
 from interp.errors import UsageError
 from interp.report import print_result, render
 from interp.results import load_result
-from probes.toy import antipodal_pairs, fit, superposition_boundary, toy
+from probes.toy_models import antipodal_pairs, fit, superposition_boundary, toy
 
 
 @pytest.fixture(scope="module")
 def small():
-    return toy(features=10, dimensions=2, steps=150, progress=False)
+    return toy(features=10, dimensions=2, steps=150, calibrations=0, progress=False)
 
 
 def ones(*shape):

@@ -36,7 +36,7 @@ class Browser:
         table: the table of the rows.
         by: columns that name a row, joined by a dot; `examples` has them too.
         shown: (column, heading) of the numbers in the row itself; the others show when it opens.
-        tokens: (column, heading) of lists of tokens, shown when it opens.
+        tokens: (column, heading) of lists of tokens, or of one text, shown when it opens.
         first: columns by which rows come, largest first; they decide which stay where not all fit.
         examples: the table of the examples, best first.
         text: its columns of the text up to and with the token, the token, and the text after.
@@ -203,6 +203,8 @@ class _Strings:
 
 
 def _tokens(row: Any, strings: _Strings) -> list[int | None]:
+    if isinstance(row, str):
+        return [strings.of(row)]
     # Missing where an interruption left a layer without.
     return [strings.of(token) for token in row] if isinstance(row, Sequence | np.ndarray) else []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from interp.report import superposition_meaning
 from interp.report.browser import Browser
 from interp.report.ffn_keys_tables import listed
 from interp.report.view import Digest, View, has
@@ -79,7 +80,7 @@ def findings(result: Result) -> list[str]:
         _dead(result),
         _shape(result),
     )
-    return [part for part in parts if part]
+    return [part for part in parts if part] + superposition_meaning.findings(result)
 
 
 def _loss(result: Result) -> str | None:
@@ -223,6 +224,7 @@ def limits(result: Result) -> list[str]:
         "it.",
         "All numbers are of included positions: no special tokens, and not the first position of a "
         "window, whose activation can be a hundred times longer than all others.",
+        *superposition_meaning.limits(result),
     ]
 
 
@@ -254,6 +256,7 @@ def digests(result: Result) -> list[Digest]:
     return [
         Digest(title, tuple(short[0]), _body(short), loss + names + recovered, page=False),
         Digest(title, tuple(whole[0]), _body(whole), loss + recovered, terminal=False),
+        *superposition_meaning.digests(result),
     ]
 
 
@@ -300,7 +303,8 @@ VIEW = View(
     digests=digests,
     rank={"features": (("max_activation", False),)},
     narrow={"features": _features},
-    quiet=frozenset({"baselines", "contexts", "density", "training"}),
+    quiet=frozenset({"baselines", "contexts", "density", "training"})
+    | superposition_meaning.TABLES,
     browser=Browser(
         title="Browse the features",
         noun="feature",
@@ -317,6 +321,7 @@ VIEW = View(
             ("top_tokens", "most active at"),
             ("promoted_tokens", "promotes"),
             ("suppressed_tokens", "suppresses"),
+            ("concept", "best label"),
         ),
         first=("max_activation",),
         examples="contexts",

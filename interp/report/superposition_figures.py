@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from interp.report import spec
+from interp.report import spec, superposition_meaning_figures
 from interp.report.superposition import is_width, name_of
 from interp.report.words import count, model_name
 from interp.results import Result
@@ -253,4 +253,5 @@ FIGURES: dict[str, Any] = {
     "frontier": _Frontier(_frontier, "baselines", ("fvu",)),
     "density": spec.FigureSpec(_density, "density", ("features",)),
     "training": spec.FigureSpec(_training, "training", ("fvu",)),
+    **superposition_meaning_figures.FIGURES,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from interp.report.view import Digest, View
-from interp.report.words import count, number, unsigned
+from interp.report.words import count, interval, number, percent, unsigned
 from interp.results import Result
 
 
@@ -30,7 +30,28 @@ def findings(result: Result) -> list[str]:
         f"{unsigned(summary.get('pairs_d_star'), 3)} (theory: 1/2); sparser, up to "
         f"{count(summary.get('most_represented'))} features are represented."
     )
+    if number(summary.get("calibration_mmcs")) is not None:
+        out.append(_calibration(summary))
     return out
+
+
+def _calibration(summary: dict[str, Any]) -> str:
+    def of(key: str) -> Any:
+        return summary.get(f"calibration_{key}")
+
+    def share(value: Any) -> str:
+        return unsigned(value, 3)
+
+    told = share(of("mmcs"))
+    told = f"{told} {interval(of('mmcs_low'), of('mmcs_high'), share)}".rstrip()
+    return (
+        f"Calibration of the instrument: SAEs trained on {count(of('features'))} planted features "
+        f"in {count(of('d_model'))} dimensions ({count(of('active'))} active at a time, "
+        f"{count(of('tokens'))} inputs) find them to a mean max cosine of "
+        f"{told} (n = {count(of('seeds'))} seeds, each with "
+        f"features of its own; random directions: {share(of('null_mmcs'))}); "
+        f"{percent(of('recovered'))} of them to 0.9 or better."
+    )
 
 
 def _columns(result: Result, table: str, *names: str) -> list[list[Any]]:
@@ -43,6 +64,8 @@ def limits(result: Result) -> list[str]:
         "A toy: independent, non-negative, uniform inputs, and nothing to compute but themselves. "
         "It shows that superposition happens where it pays and that these numbers find it; it "
         "does not show that a Transformer does the same.",
+        "The calibration is on easy data: sparse, independent features, and as many as the SAE is "
+        "wide. What it finds there it may still miss in a language model.",
         "Each model is one training run (of shapes and phases the best of three): where two "
         "arrangements cost nearly the same, as three features in a plane at density 0.7, which "
         "one is found is chance.",

@@ -31,9 +31,10 @@ from torch import Tensor
 from interp.errors import UsageError
 from interp.progress import track
 from interp.results import Result, described
+from probes.calibration import calibrate
 from probes.geometry import dimensionality
 from probes.toy_checks import checks, most_pairs
-from probes.toy_columns import COLUMNS, SUMMARY
+from probes.toy_columns import COLUMNS, SUMMARY, TOY
 
 INVERSE_DENSITIES = np.logspace(0, 1.5, 12)  # of the sweep, 1 / (1 - S)
 DENSITIES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the features of unequal importance
@@ -149,6 +150,7 @@ def toy(
     features: int = 40,
     dimensions: int = 8,
     steps: int = 1200,
+    calibrations: int = 3,
     seed: int = 0,
     progress: bool = True,
 ) -> Result:
@@ -156,17 +158,20 @@ def toy(
 
     Four experiments: a sweep of sparsities with equally important features; features of falling
     importance, dense to sparse; two to five features in a plane; and two features in one dimension
-    over density and importance (the phase change).
+    over density and importance (the phase change). Beside them the calibration of the instrument
+    that `superposition` reads a real model with: SAEs trained on planted features.
 
     Args:
         features: of the sweep, n.
         dimensions: of the sweep, m; at least 2, and fewer than half of the features.
         steps: of training, each of 512 inputs an instance (256 for the phases).
+        calibrations: SAEs to train on planted features (some 10 s each); 0: none.
         seed: of weights and inputs. Same seed, same numbers on CPU.
         progress: show a bar.
 
     Returns:
-        A Result with the tables sweep, features, shapes, phase and checks.
+        A Result with the tables sweep, features, shapes, phase and checks, and the calibration in
+        its summary. Interrupted during the calibration it has none, and `complete` is False.
 
     Raises:
         UsageError: sizes that show nothing.
@@ -178,6 +183,8 @@ def toy(
         )
     if steps < 10:
         raise UsageError(f"steps must be at least 10, got {steps}.")
+    if calibrations < 0:
+        raise UsageError(f"calibrations must be 0 or more, got {calibrations}.")
     start = time.monotonic()
     bar = track(4 * steps, "toy models", progress)
 
@@ -192,6 +199,14 @@ def toy(
         phase = _phase(run)
     finally:
         bar.close()
+    calibrated: dict[str, Any] = {}
+    complete = True
+    try:
+        if calibrations:
+            found = calibrate(seeds=calibrations, seed=seed, progress=progress)
+            calibrated = {f"calibration_{k}": v for k, v in found.describe().items()}
+    except KeyboardInterrupt:
+        complete = False
     pairs = most_pairs(sweep)
     tables = {
         "checks": checks(sweep, unequal, drop_loss, shapes, phase, dimensions),
@@ -202,7 +217,13 @@ def toy(
     }
     return Result(
         analyzer="superposition-toy",
-        config={"features": features, "dimensions": dimensions, "steps": steps, "seed": seed},
+        config={
+            "features": features,
+            "dimensions": dimensions,
+            "steps": steps,
+            "calibrations": calibrations,
+            "seed": seed,
+        },
         model={"name": "toy model of superposition"},
         data={},
         summary={
@@ -212,12 +233,15 @@ def toy(
             "pairs_d_star": pairs["d_star"],
             "pairs_density": pairs["density"],
             "most_represented": int(sweep["represented"].to_numpy().max()),
+            **calibrated,
         },
         tables=tables,
         columns={name: described(table, COLUMNS[name]) for name, table in tables.items()},
-        summary_columns=SUMMARY,
+        summary_columns={k: v for k, v in SUMMARY.items() if calibrated or k in TOY},
+        notices=[] if complete else ["Interrupted before the calibration was done."],
         seed=seed,
         seconds=time.monotonic() - start,
+        complete=complete,
     )
 
 
