@@ -186,7 +186,7 @@ def digests(result: Result) -> list[Digest]:
 
 
 def _composition_digest(result: Result) -> Digest | None:
-    table = result.tables.get("composition")
+    table: Any = result.tables.get("composition")
     if table is None or table.empty:
         return None
     rows = []
