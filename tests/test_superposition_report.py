@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from interp.report import browser, figure, figure_names, print_result, render
+from interp.report import browser, compare, figure, figure_names, print_result, render
 from interp.report.superposition import VIEW, findings
 from interp.results import Column, Result
 from probes import columns
@@ -236,3 +236,12 @@ def test_page_escapes_and_holds_the_browser(result):
     assert "Browse the features" in page
     assert page.count("</script>") == page.count("<script")
     assert "<b>" not in page.split("<main>")[1].split("<script")[0]
+
+
+def test_runs_side_by_side(result):
+    (table,) = compare.comparisons([result, result])
+    values = {row[0]: row[1] for row in table.rows}
+    own = result.summary
+    assert values["features"] == f"{own['features']:,}"
+    (shown,) = (v for q, v in values.items() if q.startswith("loss change"))
+    assert shown.startswith(f"{own['loss_delta']:+.4f} [{own['loss_delta_low']:+.4f}")

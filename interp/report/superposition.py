@@ -11,7 +11,7 @@ from interp.report import superposition_meaning
 from interp.report.browser import Browser
 from interp.report.ffn_keys_tables import listed
 from interp.report.view import Digest, View, has
-from interp.report.words import DASH, count, interval, number, percent, signed, unsigned
+from interp.report.words import DASH, NATS, count, interval, number, percent, signed, unsigned
 from interp.results import Result
 
 NAMES = {
@@ -295,6 +295,24 @@ def _features(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     return out
 
 
+def compare(result: Result) -> list[tuple[str, str]]:
+    """What runs are compared by."""
+    found = result.summary
+    out = [(name, count(found.get(name))) for name in ("layer", "features", "train_tokens")]
+    for name, words, form in (
+        ("loss_delta", f"loss change with the reconstruction in place ({NATS})", signed),
+        ("fvu", "share of variance unexplained", unsigned),
+        ("l0", "features active per position", unsigned),
+    ):
+        if number(found.get(name)) is not None:
+            ends = interval(found.get(f"{name}_low"), found.get(f"{name}_high"), form)
+            out.append((words, f"{form(found[name])} {ends}".strip()))
+    if number(found.get("dead_fraction")) is not None:
+        value = f"{percent(found['dead_fraction'])} in {count(found.get('dead_tokens'))} positions"
+        out.append(("dead features", value))
+    return out
+
+
 VIEW = View(
     question="Which features does a sparse autoencoder find in an MLP's output, and how good is "
     "it?",
@@ -303,6 +321,7 @@ VIEW = View(
     digests=digests,
     rank={"features": (("max_activation", False),)},
     narrow={"features": _features},
+    compare=compare,
     quiet=frozenset({"baselines", "contexts", "density", "training"})
     | superposition_meaning.TABLES,
     browser=Browser(
