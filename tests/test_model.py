@@ -80,7 +80,7 @@ def copy(checkpoint, tmp_path):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_facts(load, family):
     model, _ = load(family)
-    facts = FACTS[family] | {"n_layers": 3, "vocab_size": 300, "n_ctx": 64}
+    facts = FACTS[family] | {"n_layers": 3, "vocab_size": 300, "n_ctx": 64, "removed": ()}
     assert vars(model.cfg) == facts
     described = model.describe()
     assert {key: described[key] for key in facts} == facts

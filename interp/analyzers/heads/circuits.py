@@ -152,7 +152,11 @@ def _vocabulary(model: Model) -> Float64[Tensor, "d_model d_model"]:
 
 def _copying(o: Tensor, v: Tensor, through: Tensor) -> Float64[Tensor, " head"]:
     """[head] of W_O [head, d_head, d_model] and W_V [head, d_model, d_head]."""
-    values = torch.linalg.eigvals(o @ through @ v)
+    matrices = o @ through @ v
+    try:  # numpy's: torch's (MKL) does not converge on some matrices of low rank
+        values = torch.from_numpy(np.linalg.eigvals(matrices.numpy()).astype(complex))
+    except np.linalg.LinAlgError as error:
+        raise InterpError(f"the eigenvalues of a head could not be found ({error}).") from error
     total = values.abs().sum(-1)
     return torch.where(total > 0, values.real.sum(-1) / total, 0.0)
 
