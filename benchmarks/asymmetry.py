@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import ZERO, Options, Row, full_text, smollm2, timed
+from benchmarks.common import ZERO, Options, Row, full_text, smollm2, status, timed
 from interp import scores
 from interp.analyzers.asymmetry import ontext, weights
 from interp.progress import batches
@@ -120,16 +120,9 @@ def growth(which: str) -> float:
     call = {"mine": mine, "written_out": written_out}[which]
     call(w_q[:2, :128], w_k[:2, :128], SOME)  # libraries set up their buffers
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-    before = _status("VmRSS")
+    before = status("VmRSS")
     call(w_q, w_k, SOME)
-    return max(_status("VmHWM") - before, 0.1)
-
-
-def _status(key: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) / 1024
-    raise KeyError(key)
+    return max(status("VmHWM") - before, 0.1)
 
 
 def on_text(name: str, context: int, options: Options) -> Row:

@@ -211,6 +211,9 @@ def full_text(model: Model, documents: int, context: int) -> Text:
     return text
 
 
+STATUS = Path("/proc/self/status")
+
+
 def peak_of(module: str, *arguments: str) -> float:
     """Peak resident MB of a fresh process; `module` prints `used()` of itself when it is run."""
     command = [sys.executable, "-m", module, *arguments]
@@ -220,13 +223,19 @@ def peak_of(module: str, *arguments: str) -> float:
     return json.loads(done.stdout.splitlines()[-1])["peak"] / 2**20
 
 
+def status(key: str) -> float:
+    """MB that Linux tells of this process under a key, such as VmRSS or VmHWM."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+    raise KeyError(key)
+
+
 def used() -> str:
     """This process's peak in bytes, for `peak_of`."""
     import resource
 
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage's peak is at least that of the process that started this one
-        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return json.dumps({"peak": int(line.split()[1]) * 1024})
+    if STATUS.exists():  # getrusage's peak is at least that of the process that started this one
+        return json.dumps({"peak": status("VmHWM") * 2**20})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return json.dumps({"peak": peak if sys.platform == "darwin" else peak * 1024})

@@ -24,6 +24,7 @@ import platform
 import re
 import secrets
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,13 +97,53 @@ def environment() -> dict[str, str | None]:
     return found
 
 
-def _now() -> str:
+def now() -> str:
+    """The time as runs have it: ISO 8601, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def described(table: pd.DataFrame, known: Mapping[str, Column]) -> dict[str, Column]:
     """The meaning of a table's own columns, in their order."""
     return {str(name): known[str(name)] for name in table.columns}
+
+
+def of_run(
+    run: Any,
+    analyzer: str,
+    tables: Mapping[str, pd.DataFrame],
+    columns: Mapping[str, Mapping[str, Column]],
+    summary: dict[str, Any],
+    units: Mapping[str, Column],
+    **more: Any,
+) -> Result:
+    """A run's Result.
+
+    Args:
+        run: has `config`, `model`, `text` (or None), `notices`, `started`, `began` (of
+            `time.perf_counter`) and `complete`.
+        analyzer: the command's name.
+        tables: name -> DataFrame.
+        columns: table -> what its columns mean, and those that it might have had.
+        summary: the headline numbers.
+        units: what keys of the summary mean, likewise.
+        **more: further fields of Result, or others in place of the run's.
+    """
+    fields: dict[str, Any] = {
+        "analyzer": analyzer,
+        "config": dataclasses.asdict(run.config),
+        "model": run.model.describe(),
+        "data": run.text.describe() if run.text is not None else {},
+        "summary": summary,
+        "summary_columns": {k: v for k, v in units.items() if k in summary},
+        "tables": dict(tables),
+        "columns": {name: described(table, columns[name]) for name, table in tables.items()},
+        "notices": run.notices,
+        "seed": run.config.seed,
+        "started": run.started,
+        "seconds": time.perf_counter() - run.began,
+        "complete": run.complete,
+    }
+    return Result(**fields | more)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -149,7 +190,7 @@ class Result:
     notices: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=environment)
     seed: int = 0
-    started: str = field(default_factory=_now)
+    started: str = field(default_factory=now)
     seconds: float = 0.0
     complete: bool = True
     command: str | None = None

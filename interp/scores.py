@@ -331,6 +331,12 @@ def value_weights(model: Model, layer: int) -> Tensor:
     return _heads(model, attn.v, model.cfg.n_kv_heads, "value", layer)
 
 
+def output_weights(model: Model, layer: int) -> Tensor:
+    """W_O [head, d_head, d_model] as the model uses it, in float64 on the CPU."""
+    weight = wide(in_out(model.bridge.blocks[layer].attn.o.original_component)).cpu()
+    return weight.view(model.cfg.n_heads, model.cfg.d_head, -1)
+
+
 def in_out(module: Any) -> Tensor:
     """A projection's weight as [in, out], however it is stored (GPT-2's Conv1D: [in, out])."""
     weight = module.weight.detach()

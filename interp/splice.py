@@ -295,11 +295,7 @@ def run_hooked(
     reader = copy.copy(clean.reader)
     reader.reference = clean.reference
     first = 0 if from_start else min(layer for _, layer, _ in edits)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(hooks.attached(model, edits))
-        for i in range(first):
-            forward = _constant(clean.blocks[i])
-            stack.enter_context(replaced_forward(model.bridge.blocks[i], forward))
+    with starting_at(model, first, clean.blocks[:first][-1:]), hooks.attached(model, edits):
         return forward_scores(model, clean.batch, reader)
 
 
@@ -338,7 +334,8 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(hooks.attached(model, [("z", i, edits[i]) for i in hooked]))
         if not from_start:
-            for replacement in _prefix(model, clean, first, edits[first]):
+            stack.enter_context(starting_at(model, first, clean.blocks[:first][-1:]))
+            for replacement in _edited(model, clean, first, edits[first]):
                 stack.enter_context(replaced_forward(*replacement))
         if record is not None:
             # z of `first` never passes its hook point here (it is known), the later ones do.
@@ -350,13 +347,11 @@ def _run(
         return forward_scores(model, clean.batch, reader)
 
 
-def _prefix(
+def _edited(
     model: Model, clean: Clean, layer: int, edit: Edit
 ) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
-    """(module, forward) replacements that make the model start at `layer` with an edited z."""
+    """(module, forward) replacements that give `layer` an edited z, its input being the clean."""
     blocks = model.bridge.blocks
-    for i in range(layer):
-        yield blocks[i], _constant(clean.blocks[i])
 
     def attention(*_args: Any, **_kwargs: Any) -> Any:
         z = edit(clean.z[layer])

@@ -19,6 +19,7 @@ from scipy import stats
 from interp.errors import InterpError
 
 __all__ = [
+    "MATERIAL",
     "Interval",
     "PairedT",
     "benjamini_hochberg",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 
+MATERIAL = 0.01
+"""Nats per token: the smallest effect that matters, unless a caller says otherwise."""
 # ArrayLike holds plain numbers for a static checker only, as a complex.
 Numbers: TypeAlias = ArrayLike | float | int
 
@@ -129,7 +132,7 @@ def benjamini_hochberg(p: Numbers) -> NDArray[np.float64]:
     return result
 
 
-def verdict(low: Numbers, high: Numbers, threshold: float = 0.01) -> np.ndarray:
+def verdict(low: Numbers, high: Numbers, threshold: float = MATERIAL) -> np.ndarray:
     """What an interval says about an effect's size: "material", "negligible" or "undecided".
 
     Args:

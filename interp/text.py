@@ -204,13 +204,20 @@ class Text:
         Raises:
             InterpError: No usable document is left.
         """
-        _check("n", n, 1)
-        documents, place, unusable = self.pool.take(self.next, n)
-        if not documents:
+        found = self.further(n)
+        if found is None:
             raise InterpError(
                 f"no usable document of {self.source} is left to hold out: all are in the sample. "
                 "Ask for fewer --documents or give more data."
             )
+        return found
+
+    def further(self, n: int) -> "Text | None":
+        """The same, or None where no usable document is left."""
+        _check("n", n, 1)
+        documents, place, unusable = self.pool.take(self.next, n)
+        if not documents:
+            return None
         return _text(self.pool, documents, self.pool.blank + unusable, "held_out", place, n)
 
     def rest(self) -> Iterator[Document]:

@@ -25,8 +25,10 @@ from interp.analyzers.ffn_keys.coefficients import Memory
 from interp.analyzers.ffn_keys.triggers import LayerTriggers, Top
 from interp.analyzers.ffn_keys.values import Spoken, Vocabulary
 from interp.model import Model
+from interp.scores import wide
 from interp.text import Text
 from probes.activations import Tokens
+from probes.directions import nearest
 
 BEFORE, AFTER = 24, 8
 """Tokens around a context's own whose activations are kept."""
@@ -254,13 +256,6 @@ def nearest_neurons(
     decoder: Float[Tensor, "feature d_model"], values: Float[Tensor, "neuron d_model"]
 ) -> tuple[np.ndarray, np.ndarray]:
     """[feature] the neuron whose value vector has the largest |cosine|, and that cosine, signed."""
-    rows, columns = (
-        x.float() / x.float().norm(dim=1, keepdim=True).clamp(min=1e-12) for x in (decoder, values)
-    )
-    which, cosine = [], []
-    for some in rows.split(4096):
-        found = some @ columns.T
-        best = found.abs().argmax(1)
-        which.append(best)
-        cosine.append(found.gather(1, best[:, None])[:, 0])
-    return torch.cat(which).cpu().numpy(), torch.cat(cosine).cpu().double().numpy()
+    rows, columns = (torch.nn.functional.normalize(wide(x), dim=1) for x in (decoder, values))
+    cosine, which = nearest(rows, columns)
+    return which.cpu().numpy(), cosine.cpu().numpy()

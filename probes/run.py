@@ -16,7 +16,6 @@ Source: Bricken et al. (2023), Cunningham et al. (2023), Gao et al. (2024); SAEL
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import shutil
 import time
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import hooks
+from interp import hooks, results
 from interp.analyzers.ffn_keys import coefficients
 from interp.config import SuperpositionConfig, with_options
 from interp.errors import InterpError, UsageError
@@ -115,7 +114,7 @@ class Run:
     ) -> None:
         self.model, self.config = model, config
         self.began = time.perf_counter()
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.started = results.now()
         self.notices = [*model.notices, *text.notices, *hooks.foreign_notices(model)]
         self.complete = True
         self.text, repeated = text.distinct()

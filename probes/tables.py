@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from interp import stats
-from interp.results import Column, Result, described
+from interp.results import Column, Result, of_run
 from probes import columns, meaning_tables, reading
 from probes import run as running
 from probes.judging import Estimate, Quality, mean, ratio
@@ -44,22 +42,7 @@ def assemble(run: Run) -> Result:
     }
     summary = _summary(run) | meaning_tables.summary(run.meaning)
     units = columns.SUMMARY | meaning_tables.SUMMARY
-    return Result(
-        analyzer="superposition",
-        config=dataclasses.asdict(run.config),
-        model=run.model.describe(),
-        data=run.text.describe(),
-        summary=summary,
-        summary_columns={k: v for k, v in units.items() if k in summary},
-        tables=tables,
-        columns={name: described(table, known[name]) for name, table in tables.items()},
-        files={**run.files},
-        notices=run.notices,
-        seed=run.config.seed,
-        started=run.started,
-        seconds=time.perf_counter() - run.began,
-        complete=run.complete,
-    )
+    return of_run(run, "superposition", tables, known, summary, units, files={**run.files})
 
 
 def _ends(name: str, estimate: Estimate) -> dict[str, float]:

@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from interp.errors import InterpError
 from interp.model import load_model
+from tests import oracle, tiny
 
 
 def weights_of(folder):
@@ -31,3 +32,13 @@ def refused(*words, folder, **options):
     assert all(word in message for word in words), message
     assert "\n" not in message
     return message
+
+
+def saved(family, folder, edit=None, **overrides):
+    """A tiny checkpoint, edited before it is saved; returns (interp model, plain model)."""
+    model = tiny.make_model(family, **overrides).requires_grad_(False)
+    if edit is not None:
+        edit(model)
+    model.save_pretrained(folder)
+    tiny.make_tokenizer(family).save_pretrained(folder)
+    return load_model(folder, device="cpu"), oracle.load(folder)

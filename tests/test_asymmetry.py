@@ -17,6 +17,7 @@ from interp.model import load_model
 from interp.text import load_text
 from tests import asymmetry_oracle as asym
 from tests import oracle, tiny
+from tests.loading import saved
 
 FAMILIES = ("gpt2", "neox", "llama")
 
@@ -27,16 +28,6 @@ def grid(result, column, table="asymmetry"):
     out = np.full(shape, np.nan)
     out[frame["layer"], frame["head"]] = frame[column].astype(float)
     return out
-
-
-def saved(family, folder, edit=None, **overrides):
-    """A tiny checkpoint, edited before it is saved; returns (interp model, plain model)."""
-    model = tiny.make_model(family, **overrides).requires_grad_(False)
-    if edit is not None:
-        edit(model)
-    model.save_pretrained(folder)
-    tiny.make_tokenizer(family).save_pretrained(folder)
-    return load_model(folder, device="cpu"), oracle.load(folder)
 
 
 @pytest.fixture(scope="session")

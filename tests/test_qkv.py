@@ -9,10 +9,10 @@ import interp
 from interp import scores
 from interp.analyzers.qkv import edits, fit, measure
 from interp.errors import UsageError
-from interp.model import load_model
 from interp.text import load_text
 from tests import asymmetry_oracle as asym
 from tests import oracle, qkv_oracle, tiny
+from tests.loading import saved
 
 FAMILIES = ("gpt2", "neox", "llama")
 OPTIONS = {"fit_documents": 8, "progress": False}
@@ -20,15 +20,6 @@ OPTIONS = {"fit_documents": 8, "progress": False}
 
 def ids(text):
     return [d.windows[0] for d in text.documents]
-
-
-def saved(family, folder, edit):
-    """(interp model, plain model) of a tiny checkpoint, edited before it is saved."""
-    model = tiny.make_model(family).requires_grad_(False)
-    edit(model)
-    model.save_pretrained(folder)
-    tiny.make_tokenizer(family).save_pretrained(folder)
-    return load_model(folder, device="cpu"), oracle.load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ from interp.report.words import (
     DASH,
     NATS,
     count,
+    head_label,
     interval,
+    mapping,
     number,
     signed,
     unsigned,
@@ -41,11 +43,6 @@ VARIANTS = {
 TEXTS = {"natural": "text", "repeated": "repeated random tokens"}
 
 
-def head_label(layer: Any, head: Any) -> str:
-    """3.1 is layer 3, head 1."""
-    return f"{count(layer)}.{count(head)}"
-
-
 def ratio(value: Any, digits: int = 2) -> str:
     """A number between -1 and 1."""
     found = number(value)
@@ -53,11 +50,6 @@ def ratio(value: Any, digits: int = 2) -> str:
         return DASH
     text = f"{found:.{digits}f}"
     return text.lstrip("-") if float(text) == 0 else text
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """The value where it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def claim(result: Result, kind: str) -> Mapping[str, Any]:

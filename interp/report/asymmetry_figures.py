@@ -255,17 +255,13 @@ def _scatter(result: Result) -> go.Figure:
         ("symmetry", "raw weights", spec.BLUE, "circle"),
         ("symmetry_data", "weighted by the inputs' covariance", spec.RED, "diamond-open"),
     ):
-        error = {
-            "type": "data",
-            "array": high - table[HEADLINE],
-            "arrayminus": table[HEADLINE] - low,
-        }
+        error = spec.bars(table[HEADLINE], low, high, width=0, thickness=1)
         figure.add_scatter(
             x=table[name],
             y=table[HEADLINE],
             mode="markers",
             marker={"size": 6, "color": colour, "symbol": symbol},
-            error_y={**error, "width": 0, "thickness": 1} if name == "symmetry" else None,
+            error_y=error if name == "symmetry" else None,
             hovertext=hover,
             hoverinfo="text",
             name=f"{label} (rank correlation {ratio(rho.get(name))})",

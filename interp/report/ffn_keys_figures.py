@@ -77,14 +77,7 @@ def _dots(
     bars, told = None, [""] * len(y)
     if ends is not None:
         low, high = (100 * np.asarray(end, dtype=float) for end in ends)
-        bars = {
-            "type": "data",
-            "symmetric": False,
-            "array": high - y,
-            "arrayminus": y - low,
-            "thickness": 1.5,
-            "width": 4,
-        }
+        bars = spec.bars(y, low, high, thickness=1.5, width=4)
         told = [f" [{a:.3g}%, {b:.3g}%]" for a, b in zip(low, high, strict=True)]
     figure.add_scatter(
         x=_at(table, offset),

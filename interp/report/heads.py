@@ -11,10 +11,13 @@ from interp.report import heads_export, heads_roles
 from interp.report.view import Digest, View, first_number, has
 from interp.report.words import (
     DASH,
+    MATERIAL,
     NATS,
     count,
     documents,
+    head_label,
     interval,
+    mapping,
     number,
     percent,
     signed,
@@ -23,7 +26,6 @@ from interp.report.words import (
 )
 from interp.results import Result
 
-MATERIAL = 0.01  # nats per token; the verdict's limit, and the stricter of the two pruning limits
 LIMITS = ("0.05", "0.01")
 ORDERS = {
     "importance": "by importance_norm",
@@ -45,11 +47,6 @@ def order_label(order: Any) -> str:
     return ORDERS.get(str(order), visible(order, 40))
 
 
-def head_label(layer: Any, head: Any) -> str:
-    """3.1 is layer 3, head 1, as the command line takes it."""
-    return f"{count(layer)}.{count(head)}"
-
-
 def total_heads(result: Result) -> int:
     """Heads of the model, 0 where unknown."""
     table = result.tables.get("heads")
@@ -62,10 +59,6 @@ def ablation(result: Result) -> str:
     return visible(result.config.get("ablation") or "zero", 20)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _items(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
@@ -75,7 +68,7 @@ def prunable(
 ) -> tuple[float, float | None, float | None] | None:
     """(fraction, conservative end, optimistic end) of one order at one limit."""
     fraction, low, high = (
-        number(_mapping(_mapping(result.summary.get(key)).get(order)).get(limit))
+        number(mapping(mapping(result.summary.get(key)).get(order)).get(limit))
         for key in ("prunable", "prunable_low", "prunable_high")
     )
     return None if fraction is None else (fraction, low, high)
@@ -83,13 +76,13 @@ def prunable(
 
 def orders(result: Result) -> list[str]:
     """Orders that have a prunable fraction, known ones first and in a fixed sequence."""
-    found = _mapping(result.summary.get("prunable"))
+    found = mapping(result.summary.get("prunable"))
     return [order for order in ORDERS if order in found] + [o for o in found if o not in ORDERS]
 
 
 def best_order(result: Result, limit: str) -> str | None:
     """The order that removes most within a limit: as the run names it, else the largest."""
-    named = _mapping(result.summary.get("best_order")).get(limit)
+    named = mapping(result.summary.get("best_order")).get(limit)
     if isinstance(named, str) and prunable(result, named, limit):
         return named
     scored = [
@@ -148,7 +141,7 @@ def _prunable_sentence(result: Result, limit: str) -> str | None:
 
 
 def _verdicts(result: Result) -> str | None:
-    verdicts = _mapping(result.summary.get("verdicts"))
+    verdicts = mapping(result.summary.get("verdicts"))
     if number(verdicts.get("material")) is None:
         return None
     kind = ablation(result)
@@ -208,7 +201,7 @@ def _first(table: pd.DataFrame, column: str) -> str:
 
 
 def _correlation(result: Result) -> str | None:
-    found = _mapping(result.summary.get("rank_correlation"))
+    found = mapping(result.summary.get("rank_correlation"))
     named = {"importance_norm~kl": "KL", "importance_norm~loss_delta": "the signed loss change"}
     parts = [
         f"{number(found[key]):+.2f} with {words}"
@@ -224,7 +217,7 @@ def _correlation(result: Result) -> str | None:
 
 
 def _held_out(result: Result) -> str | None:
-    found = _mapping(result.summary.get("held_out"))
+    found = mapping(result.summary.get("held_out"))
     parts = []
     for key, words in (("top", "largest increase"), ("bottom", "largest decrease")):
         items = _items(found.get(key))
@@ -367,7 +360,7 @@ def _prune_digest(result: Result) -> Digest | None:
 
 
 def _held_out_digest(result: Result) -> Digest | None:
-    found = _mapping(result.summary.get("held_out"))
+    found = mapping(result.summary.get("held_out"))
     rows = [
         (
             head_label(item.get("layer"), item.get("head")),
@@ -455,7 +448,7 @@ def compare(result: Result) -> list[tuple[str, str]]:
             ends = interval(found[1], found[2], percent)
             value = f"{percent(found[0])} {ends}, {order_label(best)}"
             out.append((f"heads that can go within {limit} {NATS}, best order", value))
-    verdicts = _mapping(summary.get("verdicts"))
+    verdicts = mapping(summary.get("verdicts"))
     if number(verdicts.get("material")) is not None:
         of = total_heads(result)
         out += [(f"{name} heads", f"{count(verdicts.get(name))} of {of}") for name in verdicts]

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from interp.report.view import Digest
-from interp.report.words import DASH, NATS, count, interval, number, signed, unsigned, visible
+from interp.report.words import (
+    DASH,
+    MATERIAL,
+    NATS,
+    count,
+    head_label,
+    interval,
+    mapping,
+    number,
+    signed,
+    unsigned,
+    visible,
+)
 from interp.results import Result
 
-MATERIAL = 0.01
 PAIRS_TOLD = 5
 ROLES = {
     "previous_token": "previous token",
@@ -21,8 +32,7 @@ ROLES = {
 
 
 def _of(value: Any, key: str) -> Mapping[str, Any]:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    return mapping(mapping(value).get(key))
 
 
 def findings(result: Result) -> list[str]:
@@ -195,8 +205,8 @@ def _composition_digest(result: Result) -> Digest | None:
         for row in top.to_dict("records"):
             rows.append(
                 (
-                    f"{count(row['layer'])}.{count(row['head'])} to "
-                    f"{count(row['later_layer'])}.{count(row['later_head'])}",
+                    f"{head_label(row['layer'], row['head'])} to "
+                    f"{head_label(row['later_layer'], row['later_head'])}",
                     words,
                     unsigned(row["composition"], 3),
                     unsigned(row["percentile"], 1),
@@ -217,7 +227,7 @@ def _keep_one_digest(result: Result) -> Digest | None:
     rows = tuple(
         (
             count(layer),
-            f"{count(layer)}.{count(best)}",
+            head_label(layer, best),
             signed(delta),
             interval(low, high) or DASH,
             visible(verdict, 12),
@@ -259,7 +269,7 @@ def _roles_digest(result: Result) -> Digest | None:
         top = DASH
         if role in table.columns and len(table):
             first = table.loc[table[role].idxmax()]
-            top = f"{count(first['layer'])}.{count(first['head'])} ({unsigned(first[role], 2)})"
+            top = f"{head_label(first['layer'], first['head'])} ({unsigned(first[role], 2)})"
         rows.append(
             (
                 words,
@@ -299,12 +309,12 @@ def _classes_digest(result: Result) -> Digest | None:
                 count(entry.get("tokens")),
                 unsigned(entry.get("loss"), 2),
                 count(entry.get("material")),
-                ", ".join(f"{count(layer)}.{count(head)}" for layer, head in hidden[:6])
+                ", ".join(head_label(layer, head) for layer, head in hidden[:6])
                 + (f" and {len(hidden) - 6} more" if len(hidden) > 6 else "")
                 or DASH,
                 DASH
                 if top is None
-                else f"{count(top['layer'])}.{count(top['head'])} {signed(top['loss_delta'])} "
+                else f"{head_label(top['layer'], top['head'])} {signed(top['loss_delta'])} "
                 f"{interval(top['ci_low'], top['ci_high'])}",
             )
         )

@@ -8,10 +8,9 @@ import plotly.graph_objects as go
 
 from interp.report import spec
 from interp.report.heads_figures import head_map
-from interp.report.words import NATS, interval, model_name, number, signed
+from interp.report.words import MATERIAL, NATS, interval, model_name, number, signed
 from interp.results import Result
 
-MATERIAL = 0.01
 _TITLES = {
     "induction": "Attention to the token after the same token's earlier occurrence (induction)",
     "previous_token": "Attention to the previous token",
@@ -52,13 +51,11 @@ def _keep_one(result: Result) -> go.Figure:
         name="the best head, judged on other documents",
         mode="markers",
         marker={"color": spec.BLUE, "size": 9},
-        error_y={
-            "type": "data",
-            "symmetric": False,
-            "array": (table["ci_high"] - table["loss_delta"]).fillna(0),
-            "arrayminus": (table["loss_delta"] - table["ci_low"]).fillna(0),
-            "thickness": 1.2,
-        },
+        error_y=spec.bars(
+            table["loss_delta"],
+            *(table[end].fillna(table["loss_delta"]) for end in ("ci_low", "ci_high")),
+            thickness=1.2,
+        ),
         hovertext=[
             f"<b>layer {int(layer)}</b>, only head {int(layer)}.{int(best)} left<br>"
             f"loss change {signed(value)} {interval(low, high)} {NATS}"

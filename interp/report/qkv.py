@@ -8,7 +8,17 @@ from typing import Any
 import pandas as pd
 
 from interp.report.view import Digest, View
-from interp.report.words import NATS, count, interval, number, percent, signed, unsigned, visible
+from interp.report.words import (
+    NATS,
+    count,
+    interval,
+    mapping,
+    number,
+    percent,
+    signed,
+    unsigned,
+    visible,
+)
 from interp.results import Result
 
 TARGETS = {"q": "queries", "k": "keys", "v": "values", "o": "the attention's output"}
@@ -21,11 +31,6 @@ METHODS = {
 }
 AGREE = 0.8
 """Share of layers that must agree before a ranking is called one."""
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """The value where it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def effect(found: Mapping[str, Any]) -> str:

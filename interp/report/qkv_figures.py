@@ -34,13 +34,8 @@ def _subtitle(result: Result, *parts: str) -> str:
 
 
 def _bars(table: Any) -> dict[str, Any]:
-    return {
-        "type": "data",
-        "array": table["ci_high"] - table["loss_delta"],
-        "arrayminus": table["loss_delta"] - table["ci_low"],
-        "thickness": 1,
-        "width": 3,
-    }
+    ends = table["ci_low"], table["ci_high"]
+    return spec.bars(table["loss_delta"], *ends, thickness=1, width=3)
 
 
 def _line(table: Any, x: Any, name: str, target: str, **line: Any) -> go.Scatter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -48,6 +49,12 @@ class FigureSpec:
         """Whether the result has the numbers."""
         table = result.tables.get(self.table)
         return table is not None and all(has(table, column) for column in self.columns)
+
+
+def bars(values: Any, low: Any, high: Any, **style: Any) -> dict[str, Any]:
+    """Error bars from values to the two ends of their intervals."""
+    ends = {"array": high - values, "arrayminus": values - low}
+    return {"type": "data", "symmetric": False, **ends, **style}
 
 
 def grid_axes(figure: go.Figure, layers: int, heads: int) -> None:

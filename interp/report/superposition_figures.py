@@ -37,14 +37,7 @@ def _dots(
     figure.add_scatter(
         x=x,
         y=names,
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": high - x,
-            "arrayminus": x - low,
-            "thickness": 1.5,
-            "width": 4,
-        },
+        error_x=spec.bars(x, low, high, thickness=1.5, width=4),
         mode="markers",
         marker={
             "size": 10,
@@ -165,16 +158,11 @@ def _frontier(result: Result) -> go.Figure:
     figure = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.08)
     x = table["components"].astype(float)
     for i, (column, axis) in enumerate(shown):
-        y = table[column].astype(float)
+        y, low, high = (table[f"{column}{end}"].astype(float) for end in ("", "_low", "_high"))
         figure.add_scatter(
             x=x,
             y=y,
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": table[f"{column}_high"].astype(float) - y,
-                "arrayminus": y - table[f"{column}_low"].astype(float),
-            },
+            error_y=spec.bars(y, low, high),
             mode="lines+markers",
             line={"color": spec.BLUE},
             marker={"size": 9},

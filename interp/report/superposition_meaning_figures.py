@@ -35,7 +35,7 @@ def _concepts(result: Result) -> go.Figure:
         figure.add_scatter(
             x=x,
             y=names,
-            error_x={"type": "data", "symmetric": False, "array": high - x, "arrayminus": x - low},
+            error_x=spec.bars(x, low, high),
             mode="markers",
             name=label,
             marker={"size": 10, "color": colour, "symbol": symbol},

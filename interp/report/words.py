@@ -12,6 +12,7 @@ from __future__ import annotations
 import html
 import math
 import unicodedata
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -19,6 +20,7 @@ import pandas as pd
 from interp.results import Result
 
 NATS = "nats per token"
+MATERIAL = 0.01  # nats per token; the verdict's limit, and the stricter of the two pruning limits
 _HIDDEN = {"Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn"}
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 DASH = "\u2013"  # for what was not measured
@@ -136,6 +138,16 @@ def count(value: Any) -> str:
     """A whole number with thousands separators."""
     found = number(value)
     return DASH if found is None else f"{found:,.0f}"
+
+
+def head_label(layer: Any, head: Any) -> str:
+    """3.1 is layer 3, head 1, as the command line takes it."""
+    return f"{count(layer)}.{count(head)}"
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def documents(result: Result) -> str:

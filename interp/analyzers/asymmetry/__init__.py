@@ -17,13 +17,12 @@ which was not trained so.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from interp import hooks, scores
+from interp import hooks, results, scores
 from interp.analyzers.asymmetry import example, ontext, symmetrise, tables, weights
 from interp.config import AsymmetryConfig, with_options
 from interp.errors import InterpError, UsageError
@@ -88,7 +87,7 @@ class Run:
     def __init__(self, model: Model, text: Text | None, config: AsymmetryConfig) -> None:
         self.model, self.text, self.config = model, text, config
         self.began = time.perf_counter()
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.started = results.now()
         self.notices = [*model.notices, *(text.notices if text is not None else [])]
         self.complete = True
         self.forms: list[Form] = []

@@ -98,6 +98,8 @@ def of_layer(
     """
     n, heads = a.scores.shape[:2]
     out = torch.full((n, len(kinds), heads, pairs.N_MOMENTS), math.nan, dtype=torch.float64)
+    least = LONG * a.q.shape[-1]
+    turned = _turned(a, form) if int(included.sum(1).max()) >= least else None
     groups: dict[tuple[bool, ...], list[int]] = {}
     for row, mask in enumerate(included.tolist()):
         groups.setdefault(tuple(mask), []).append(row)
@@ -106,14 +108,13 @@ def of_layer(
         if len(at) < 2:
             out[rows] = 0.0  # no pairs
             continue
-        turned = _turned(a, form) if len(at) >= LONG * a.q.shape[-1] else None
         step = max(1, elements // len(at) ** 2)
         blocks = []
         for start in range(0, len(rows) * heads, step):
             block = range(start, min(start + step, len(rows) * heads))
             row = torch.tensor([rows[i // heads] for i in block])
             head = torch.tensor([i % heads for i in block])
-            part = _Block(a, form, turned, row, head, at)
+            part = _Block(a, form, turned if len(at) >= least else None, row, head, at)
             blocks.append(part.sums("same" in kinds))
         found = {name: pairs.joined([b[name] for b in blocks]) for name in blocks[0]}
         for i, kind in enumerate(kinds):

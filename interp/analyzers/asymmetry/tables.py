@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from interp.analyzers.asymmetry import columns
 from interp.analyzers.asymmetry.ontext import CONTROLS, KINDS, OnText
 from interp.analyzers.asymmetry.symmetrise import PER_HEAD, VARIANTS, Effects
 from interp.analyzers.asymmetry.weights import Basis
-from interp.results import Result, described
+from interp.results import Result, described, of_run
 
 if TYPE_CHECKING:
     from interp.analyzers.asymmetry import Run
@@ -67,20 +66,13 @@ def assemble(run: Run) -> Result:
     if run.examples is not None:
         made["examples"] = (_examples_table(run), columns.EXAMPLES)
     summary = _summary(run, made["asymmetry"][0])
-    return Result(
-        analyzer="asymmetry",
-        config=dataclasses.asdict(run.config),
-        model=run.model.describe(),
-        data=run.text.describe() if run.text is not None else {},
-        summary=summary,
-        summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
-        tables={name: table for name, (table, _) in made.items()},
-        columns={name: described(table, known) for name, (table, known) in made.items()},
-        notices=run.notices,
-        seed=run.config.seed,
-        started=run.started,
-        seconds=time.perf_counter() - run.began,
-        complete=run.complete,
+    return of_run(
+        run,
+        "asymmetry",
+        {name: table for name, (table, _) in made.items()},
+        {name: known for name, (_, known) in made.items()},
+        summary,
+        columns.SUMMARY,
     )
 
 

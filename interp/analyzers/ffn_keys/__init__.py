@@ -20,7 +20,6 @@ the contrary.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from interp import hooks, scores
+from interp import hooks, results, scores
 from interp.analyzers.ffn_keys import answers, coefficients, kinds, tables
 from interp.analyzers.ffn_keys.kinds import Kinds
 from interp.analyzers.ffn_keys.reading import Reader, next_frequency
@@ -115,7 +114,7 @@ class Run:
     def __init__(self, model: Model, text: Text, config: FfnKeysConfig) -> None:
         self.model, self.text, self.config = model, text, config
         self.began = time.perf_counter()
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.started = results.now()
         self.notices = [*model.notices, *text.notices]
         self.complete = True
         coefficients.require(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from interp import pieces, stats
+from interp import pieces, results, stats
 from interp.analyzers.ffn_keys import coefficients, kinds_columns, lookup
 from interp.analyzers.ffn_keys.lens import Lens
 from interp.analyzers.ffn_keys.lookup import Ablated, Answer, Question
@@ -111,7 +110,7 @@ def prompt_summary(model: Model, asked: Asked) -> dict[str, Any]:
 def prompt_alone(model: Model, config: FfnKeysConfig) -> Result:
     """The result of a prompt without a text."""
     began = time.perf_counter()
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = results.now()
     coefficients.require(model)
     with model.measuring():
         asked = ask(model, config, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pandas as pd
 from interp import stats
 from interp.analyzers.ffn_keys import answers, columns, kinds, kinds_columns, reading
 from interp.analyzers.ffn_keys.values import BASES, Agreement, Spoken
-from interp.results import Result, described
+from interp.results import Result, of_run
 
 if TYPE_CHECKING:
     from interp.analyzers.ffn_keys import Run
@@ -47,21 +46,7 @@ def assemble(run: Run) -> Result:
         tables |= answers.prompt_tables(run.model, run.asked)
         summary["prompt"] = answers.prompt_summary(run.model, run.asked)
     of_summary = columns.SUMMARY | kinds_columns.SUMMARY
-    return Result(
-        analyzer="ffn-keys",
-        config=dataclasses.asdict(run.config),
-        model=run.model.describe(),
-        data=run.text.describe(),
-        summary=summary,
-        summary_columns={k: v for k, v in of_summary.items() if k in summary},
-        tables=tables,
-        columns={name: described(table, known[name]) for name, table in tables.items()},
-        notices=run.notices,
-        seed=run.config.seed,
-        started=run.started,
-        seconds=time.perf_counter() - run.began,
-        complete=run.complete,
-    )
+    return of_run(run, "ffn-keys", tables, known, summary, of_summary)
 
 
 # One row per key ----------------------------------------------------------------------------------

@@ -20,14 +20,13 @@ text and this context length.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from typing import Any
 
 import numpy as np
 
-from interp import hooks
+from interp import hooks, results
 from interp.analyzers.heads import (
     circuits,
     curve,
@@ -135,7 +134,7 @@ class _Run:
     def __init__(self, model: Model, text: Text, config: HeadsConfig) -> None:
         self.model, self.text, self.config = model, text, config
         self.began = time.perf_counter()
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.started = results.now()
         self.notices = [*model.notices, *text.notices, *_without_effect(model, config)]
         self.complete = True
         self.gradients: importance.Gradients | None = None
@@ -166,10 +165,7 @@ class _Run:
         self.choosing = np.arange(len(self.text))  # rows of self.text that choose
         if not (self.config.exact or self.config.rescore or self.config.keep_one):
             return
-        try:
-            held_out = self.text.held_out(len(self.text))
-        except InterpError:  # there are none
-            held_out = None
+        held_out = self.text.further(len(self.text))
         if held_out is not None and len(held_out) >= max(2, len(self.text) // 2):
             self.judge = held_out
             self.notices += [n for n in held_out.notices if n not in self.notices]

@@ -128,8 +128,7 @@ def _layer(model: Model, layer: int) -> _Layer:
     q, k, v = (scores.effective(w, fold).cpu() for w in (w_q, w_k, w_v))
     group = cfg.n_heads // cfg.n_kv_heads
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    o = scores.wide(scores.in_out(model.bridge.blocks[layer].attn.o.original_component)).cpu()
-    return _Layer(q, k, v, o.view(cfg.n_heads, cfg.d_head, cfg.d_model))
+    return _Layer(q, k, v, scores.output_weights(model, layer))
 
 
 def _vocabulary(model: Model) -> Float64[Tensor, "d_model d_model"]:

@@ -13,7 +13,6 @@ from interp.analyzers.heads import curve, export, speed
 from interp.analyzers.heads.card import write_card
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import head_list
-from interp.errors import InterpError
 from interp.interventions import Head
 from interp.text import Text
 
@@ -154,10 +153,7 @@ def _judges(run: _Run, choice: Choice) -> tuple[Text, str]:
     """Documents that the loss before and after is told of: none that had a say in the choice."""
     if choice.order is None:
         return run.text, "sample"
-    try:
-        fresh = run.judge.held_out(len(run.judge))
-    except InterpError:
-        fresh = None
+    fresh = run.judge.further(len(run.judge))
     if fresh is not None and len(fresh) >= max(2, len(run.judge) // 2):
         return fresh, "held_out"
     run.notices.append(

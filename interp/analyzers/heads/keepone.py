@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from interp.analyzers.heads import _Run
 
 NATS = "nats per token"
-MATERIAL = 0.01
 FLIPS = 500
 """Draws of the null model of the Gini coefficient."""
 
@@ -105,7 +104,7 @@ def table(made: KeepOne) -> pd.DataFrame:
             "loss_delta": kept.mean,
             "ci_low": kept.low,
             "ci_high": kept.high,
-            "verdict": stats.verdict(kept.low, kept.high, MATERIAL),
+            "verdict": stats.verdict(kept.low, kept.high),
             "loss_delta_chosen": [c[i] for c, i in zip(chosen, made.best, strict=True)],
             "loss_delta_average": [float(c.mean()) for c in chosen],
             "loss_delta_none": none.mean,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +11,12 @@ from interp import stats
 from interp.analyzers.heads import circuits, curve, keepone, roles, speed, tokenclasses
 from interp.analyzers.heads.importance import predicted_counts
 from interp.analyzers.heads.measure import Sweep
-from interp.results import Column, Result, described
+from interp.results import Column, Result, of_run
 
 if TYPE_CHECKING:
     from interp.analyzers.heads import _Run
 
 NATS = "nats per token"
-MATERIAL = 0.01
-"""nats per token; the effect size from which a head matters."""
 ALPHA = 0.05
 COARSE_STEP = 0.1
 """Share of heads per step above which the curve can cross a limit and come back unseen."""
@@ -157,9 +153,7 @@ def assemble(run: _Run) -> Result:
     """Everything a run has measured, as a Result."""
     assert run.gradients is not None
     tables = {"heads": _heads_table(run)}
-    columns = {
-        "heads": described(tables["heads"], HEADS_COLUMNS | roles.COLUMNS | circuits.COLUMNS)
-    }
+    columns = {"heads": HEADS_COLUMNS | roles.COLUMNS | circuits.COLUMNS}
     measured = [order for order in run.orders if order.points]
     if measured:
         assert run.baseline is not None
@@ -191,21 +185,8 @@ def assemble(run: _Run) -> Result:
         summary["export"] = run.cut.summary()
         tables["speed"] = speed.table(run.cut.timings)
         columns["speed"] = speed.SPEED_COLUMNS
-    return Result(
-        analyzer="heads",
-        config=dataclasses.asdict(run.config),
-        model=run.model.describe(),
-        data=run.text.describe(),
-        summary=summary,
-        summary_columns={k: v for k, v in SUMMARY_COLUMNS.items() if k in summary},
-        tables=tables,
-        columns=columns,
-        notices=[*run.notices, *_notices(run, summary)],
-        seed=run.config.seed,
-        started=run.started,
-        seconds=time.perf_counter() - run.began,
-        complete=run.complete,
-    )
+    notices = [*run.notices, *_notices(run, summary)]
+    return of_run(run, "heads", tables, columns, summary, SUMMARY_COLUMNS, notices=notices)
 
 
 def _notices(run: _Run, summary: dict[str, Any]) -> list[str]:
@@ -294,7 +275,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
             "p_value": delta.p,
             "q_value": q,
             "significant": q < ALPHA,
-            "verdict": stats.verdict(delta.low, delta.high, MATERIAL),
+            "verdict": stats.verdict(delta.low, delta.high),
             "kl": kl.mean,
             "kl_low": kl.low,
             "kl_high": kl.high,
@@ -411,7 +392,7 @@ def _exact_summary(run: _Run, heads: pd.DataFrame) -> dict[str, Any]:
     )
     significant, material = known["significant"].to_numpy(dtype=bool), word == "material"
     low, high = (known[name].to_numpy(dtype=float) for name in ("mean_low", "mean_high"))
-    both = material & (stats.verdict(low, high, MATERIAL) == "material")
+    both = material & (stats.verdict(low, high) == "material")
     out = {
         "verdicts": {
             name: int((word == name).sum()) for name in ("material", "negligible", "undecided")

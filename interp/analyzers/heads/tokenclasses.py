@@ -23,7 +23,6 @@ from interp.splice import Scores
 from interp.text import TokenBatch
 
 NATS = "nats per token"
-MATERIAL = 0.01
 FEWEST = 2
 """Documents with a class, below which nothing is told of it."""
 CLASSES = {
@@ -146,7 +145,7 @@ def table(made: ByClass, heads: Sequence[Head]) -> pd.DataFrame:
                     "ci_low": test.low,
                     "ci_high": test.high,
                     "q_value": stats.benjamini_hochberg(test.p),
-                    "verdict": stats.verdict(test.low, test.high, MATERIAL),
+                    "verdict": stats.verdict(test.low, test.high),
                 }
             )
         )

@@ -19,16 +19,14 @@ included positions only; the first position, on which many heads rest, stays.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from typing import Any
 
-from interp import hooks, scores
+from interp import hooks, results, scores
 from interp.analyzers.qkv import edits, fit, measure, overlap, tables
 from interp.analyzers.qkv.overlap import Overlap
 from interp.config import QkvConfig, with_options
-from interp.errors import InterpError
 from interp.model import Model
 from interp.results import Result
 from interp.text import Text, expect_model, expect_text
@@ -77,7 +75,7 @@ class Run:
     def __init__(self, model: Model, text: Text, config: QkvConfig) -> None:
         self.model, self.text, self.config = model, text, config
         self.began = time.perf_counter()
-        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.started = results.now()
         self.notices = [*model.notices, *text.notices]
         self.complete = True
         hooks.require(model, *fit.HEADED, "z", "attn_in", "attn_out")
@@ -88,9 +86,8 @@ class Run:
         self.losses = measure.Losses(text)
 
     def _further_documents(self) -> tuple[Text, bool]:
-        try:
-            found = self.text.held_out(self.config.fit_documents)
-        except InterpError:
+        found = self.text.further(self.config.fit_documents)
+        if found is None:
             self.notices.append(
                 "The source has no further documents: means and moments are of the very documents "
                 "whose losses are compared, which makes every change look cheaper than it is."

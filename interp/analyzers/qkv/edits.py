@@ -121,9 +121,7 @@ class Maker:
 
     def _outputs(self, layer: int) -> Float64[Tensor, "head d d2"]:
         """W_O W_O^T of each query head."""
-        linear = self.model.bridge.blocks[layer].attn.o.original_component
-        weight = scores.wide(scores.in_out(linear)).cpu()
-        each = weight.view(self.model.cfg.n_heads, self.model.cfg.d_head, -1)
+        each = scores.output_weights(self.model, layer)
         return each @ each.mT
 
     def parts(self, layer: int) -> maps.Parts:

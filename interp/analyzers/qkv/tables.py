@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import pandas as pd
 from interp import stats
 from interp.analyzers.qkv import columns
 from interp.analyzers.qkv.edits import Intervention
-from interp.results import Result, described
+from interp.results import Result, of_run
 
 if TYPE_CHECKING:
     from interp.analyzers.qkv import Run
@@ -31,20 +30,13 @@ def assemble(run: Run) -> Result:
     if run.overlaps:
         made["overlap"] = (_overlap(run), columns.OVERLAP)
     summary = _summary(run, {name: table for name, (table, _) in made.items()})
-    return Result(
-        analyzer="qkv",
-        config=dataclasses.asdict(run.config),
-        model=run.model.describe(),
-        data=run.text.describe(),
-        summary=summary,
-        summary_columns={k: v for k, v in columns.SUMMARY.items() if k in summary},
-        tables={name: table for name, (table, _) in made.items()},
-        columns={name: described(table, known) for name, (table, known) in made.items()},
-        notices=run.notices,
-        seed=run.config.seed,
-        started=run.started,
-        seconds=time.perf_counter() - run.began,
-        complete=run.complete,
+    return of_run(
+        run,
+        "qkv",
+        {name: table for name, (table, _) in made.items()},
+        {name: known for name, (_, known) in made.items()},
+        summary,
+        columns.SUMMARY,
     )
 
 
