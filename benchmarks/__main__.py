@@ -21,6 +21,7 @@ BENCHMARKS = {
     "importance": "interp's gradients over one forward and one backward pass",
     "exact": "every head removed one at a time",
     "ffn_keys": "the triggers of all keys in one pass over the text",
+    "sae": "training and judging a sparse autoencoder",
     "asymmetry": "weight metrics over A written out, scores on text over a forward pass",
 }
 RESULTS = Path(__file__).with_name("results.md")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from interp.errors import InterpError
 
 if TYPE_CHECKING:
+    from interp.agreement import head_agreement
     from interp.analyzers.asymmetry import asymmetry
     from interp.analyzers.ffn_keys import ffn_keys
     from interp.analyzers.heads import heads
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _PUBLIC = {
+    "head_agreement": "interp.agreement",
     "asymmetry": "interp.analyzers.asymmetry",
     "ffn_keys": "interp.analyzers.ffn_keys",
     "heads": "interp.analyzers.heads",
@@ -50,6 +52,7 @@ __all__ = [
     "__version__",
     "asymmetry",
     "ffn_keys",
+    "head_agreement",
     "heads",
     "load_model",
     "load_pruned",

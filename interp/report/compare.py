@@ -39,7 +39,8 @@ def comparisons(results: Sequence[Result]) -> list[Digest]:
             continue
         rows = tuple((q, *(value.get(q, DASH) for value in values)) for q in quantities)
         head = tuple(named[i].removeprefix(f"{visible(analyzer)}: ") for i in shown)
-        notes = [_differences([results[i] for i in shown])]
+        some = [results[i] for i in shown]
+        notes = [_differences(some)]
         if len(runs) > MOST:
             notes.append(f"{len(runs) - MOST} further runs are not in this table.")
         out.append(
@@ -50,6 +51,7 @@ def comparisons(results: Sequence[Result]) -> list[Digest]:
                 " ".join(notes),
             )
         )
+        out += view_of(some[0]).together(head, some)
     return out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from interp.report import heads_export, heads_roles
+from interp.report import heads_agreement, heads_export, heads_roles
 from interp.report.view import Digest, View, first_number, has
 from interp.report.words import (
     DASH,
@@ -464,4 +464,5 @@ VIEW = View(
     narrow={"heads": narrow},
     quiet=frozenset({"prune", "refine", "speed", "keep_one", "token_classes", "composition"}),
     compare=compare,
+    together=heads_agreement.together,
 )

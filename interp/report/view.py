@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,10 @@ def _nothing(result: Result) -> list[Any]:
     return []
 
 
+def _nothing_together(names: Sequence[str], results: Sequence[Result]) -> list[Digest]:
+    return []
+
+
 @dataclass(frozen=True)
 class View:
     """How one analyzer's results are told.
@@ -53,6 +57,7 @@ class View:
         quiet: tables that a digest already tells in a terminal.
         browser: a table on the page whose rows open to examples, in place of those two tables.
         compare: result -> (quantity, value with its interval), to set runs side by side.
+        together: (names, results) -> small tables of what several results say only together.
     """
 
     question: str = ""
@@ -66,6 +71,7 @@ class View:
     quiet: frozenset[str] = frozenset()
     browser: Browser | None = None
     compare: Callable[[Result], list[tuple[str, str]]] = _nothing
+    together: Callable[[Sequence[str], Sequence[Result]], list[Digest]] = _nothing_together
 
 
 def has(table: pd.DataFrame, column: str) -> bool:
