@@ -8,7 +8,8 @@ its bytes, so that the three can be told apart. Torch-free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,8 @@ class Pieces:
     """
 
     text: str
-    ids: list[int]
-    ends: list[int]
+    ids: Sequence[int]
+    ends: Sequence[int]
 
     def upto(self, first: int, last: int) -> str:
         """The text of tokens first to last, both included; that before the first has ended."""
@@ -38,6 +39,10 @@ class Pieces:
     def after(self, last: int, count: int) -> str:
         """The text of up to `count` tokens after this one."""
         return self.text[self.ends[last] : self.ends[min(last + count, len(self.ends) - 1)]]
+
+    def packed(self) -> Pieces:
+        """The same in a tenth of the memory: numbers side by side instead of Python objects."""
+        return Pieces(self.text, array("i", self.ids), array("i", self.ends))
 
 
 def cut(encoder: Encoder, documents: Iterable[Document], most: int | None = None) -> list[Pieces]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class Reader:
             some = documents[start : start + CHUNK]
             most = max(sum(len(w) for w in d.windows) for d in some) + AFTER
             cut = pieces.cut(self.encoder, some, most)
-            self.pieces |= {d.index: p for d, p in zip(some, cut, strict=True)}
+            self.pieces |= {d.index: p.packed() for d, p in zip(some, cut, strict=True)}
         self._labels: dict[int, str] = {}
 
     def index(self, places: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class Reader:
         )
 
     @staticmethod
-    def _next(ids: list[int], i: int) -> int:
+    def _next(ids: Sequence[int], i: int) -> int:
         return ids[i + 1] if i + 1 < len(ids) else NONE
 
     def read(self, documents: np.ndarray, places: np.ndarray) -> Read:
