@@ -7,8 +7,9 @@
   the bridge's blocks after it called directly, the final norm, the unembedding of the predicted
   positions by F.linear in cache-sized chunks, cross-entropy.
 
-One head per layer is timed, since all heads of a layer cost the same: the sum over layers times the
-heads of a layer, plus one clean run per batch, is the time over all heads. At every layer the
+One head of every few layers is timed, since all heads of a layer cost the same and a layer's cost
+is linear in the layers after it: the mean over these layers (whose mean depth is that of all) times
+the number of heads, plus one clean run per batch, is the time over all heads. At each of them the
 three run one after another, in turning order. interp is its own sweep; only its clean run is handed
 to it ready made, and timed by itself.
 """
@@ -32,6 +33,8 @@ from interp.model import Model
 from interp.text import Text, TokenBatch
 
 FLOOR = 1.15
+APART = 5, 3
+"""Layers from one that is timed to the next, in models of 24 layers or more and of fewer."""
 
 
 @dataclass
@@ -114,16 +117,17 @@ def compare(model: Model, case: Case, options: Options) -> list[Row]:
 
 @dataclass
 class Repetition:
-    """One head of every layer, three ways at each."""
+    """One head of every few layers, three ways at each."""
 
-    heads: int  # of a layer
+    heads: int  # of the model
     clean: Time
     times: dict[str, list[Time]]
     scores: dict[str, list[Scored]]
 
     def over_all(self, way: str) -> Time:
         """Seconds over all heads of the batch, its clean run included."""
-        return sum(self.times[way], ZERO) * self.heads + self.clean
+        mine = self.times[way]
+        return sum(mine, ZERO) * (self.heads / len(mine)) + self.clean
 
     def gap(self, way: str) -> float:
         """Largest difference of a document's loss or KL from interp's."""
@@ -160,14 +164,16 @@ class Ways:
         ways = self.all
         times: dict[str, list[Time]] = {name: [] for name in ways}
         scores: dict[str, list[Scored]] = {name: [] for name in ways}
-        for layer in range(self.model.cfg.n_layers):
-            order = list(ways.items())[layer % 3 :] + list(ways.items())[: layer % 3]
+        cfg = self.model.cfg
+        apart = APART[cfg.n_layers < 24]
+        for turn, layer in enumerate(range(apart // 2, cfg.n_layers, apart)):
+            order = list(ways.items())[turn % 3 :] + list(ways.items())[: turn % 3]
             for name, way in order:
                 with self.setting(name):
                     scored, time = timed(lambda way=way, layer=layer: way(layer), device)
                 times[name].append(time)
                 scores[name].append(scored)
-        return Repetition(self.model.cfg.n_heads, clean, times, scores)
+        return Repetition(cfg.n_layers * cfg.n_heads, clean, times, scores)
 
     def setting(self, way: str) -> AbstractContextManager[Any]:
         """What the caller of each way has around its loop; entered outside the clock."""
