@@ -108,6 +108,16 @@ def test_one_kv_head_leaves_no_null(tmp_path):
     assert result.summary["null"]["pairs"] == 0 and "outside_null" not in result.summary
 
 
+def test_one_kv_head_on_text_lacks_only_the_re_paired_control(tmp_path):
+    model, _ = saved("llama", tmp_path, num_key_value_heads=1)
+    text = load_text(tiny.corpus(6), model, documents=6, context=32)
+    result = interp.asymmetry(model, text, activations=True, progress=False)
+    table = result.tables["asymmetry"]
+    assert table["score_correlation_content_centred"].notna().all()
+    assert table["score_correlation_repaired"].isna().all()
+    assert table["score_null_percentile"].isna().all()
+
+
 PLANTS = {
     "same": (lambda q, j: q, 1.0, 1.0),
     "opposite": (lambda q, j: -q, 1.0, 0.0),

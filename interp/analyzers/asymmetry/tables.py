@@ -37,7 +37,7 @@ def correlations(on_text: OnText) -> dict[str, stats.Interval]:
     for kind, r in on_text.r.items():
         rows = r[on_text.finished]
         rows = rows[~np.isnan(rows).all((1, 2))]
-        flat = rows.reshape(len(rows), -1)
+        flat = rows.reshape(len(rows), r.shape[1] * r.shape[2])  # of no rows at all, too
         parts = np.full((3, flat.shape[1]), np.nan)
         whole = ~np.isnan(flat).any(0) if len(flat) else np.zeros(flat.shape[1], dtype=bool)
         if whole.any():

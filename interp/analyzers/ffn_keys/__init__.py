@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from interp import hooks, results, scores
+from interp import hooks, memory, results, scores
 from interp.analyzers.ffn_keys import answers, coefficients, kinds, tables
 from interp.analyzers.ffn_keys.kinds import Kinds
 from interp.analyzers.ffn_keys.reading import Reader, next_frequency
@@ -183,6 +183,7 @@ class Run:
             self.reader = Reader(self.text, self.top.values())
         self._values()
         kinds.measure(self, self.kinds)
+        memory.give_back()  # before the tables are made
 
     def _stream(self) -> None:
         pre = {}
@@ -217,12 +218,12 @@ class Run:
         frequency = next_frequency(self.text, self.model.cfg.vocab_size)
         bar = track(len(self.layers), "values", self.config.progress)
         for layer in self.layers:
-            memory = coefficients.memory(self.model, layer)
+            own = coefficients.memory(self.model, layer)
             following = {
                 sign: self.reader.next_of_first(self.top[layer, sign]) for sign in self.signs
             }
             for basis in vocabulary.bases:
-                found = vocabulary.read(memory, self.keys, basis, following[1], following.get(-1))
+                found = vocabulary.read(own, self.keys, basis, following[1], following.get(-1))
                 rng = np.random.default_rng([self.config.seed, layer])
                 self.spoken[layer, basis] = found
                 self.agreed[layer, basis] = agreement(found.top[:, 0], following[1], frequency, rng)

@@ -28,6 +28,7 @@ CONTEXT_DRAWS = 19
 ROUNDS = 4
 """Attempts to match a token, and then as many to match its frequency."""
 POOL = 50_000
+CHUNK = 4096  # places whose terms are written out at once
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ class EarlierText:
 
     def vectors(self, places: np.ndarray) -> sparse.csr_matrix:
         """[place, term] TF-IDF of the text before each place."""
+        parts = [
+            self._vectors(places[start : start + CHUNK])
+            for start in range(0, max(1, len(places)), CHUNK)
+        ]
+        return sparse.csr_matrix(sparse.vstack(parts)) if len(parts) > 1 else parts[0]
+
+    def _vectors(self, places: np.ndarray) -> sparse.csr_matrix:
         first, last = self.at.start[places], np.maximum(places - LOCAL + 1, self.at.start[places])
         lengths = last - first
         row = np.repeat(np.arange(len(places)), lengths)
