@@ -90,7 +90,7 @@ def architecture(of: int, index: int) -> tuple[str, dict[str, Any]]:
     return family, shared | {
         "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
         "head_dim": head,
-        "hidden_size": rng.choice((12, 30, 48)),
+        "hidden_size": heads * rng.choice((5, 8, 11)),
         "attention_bias": rng.random() < 0.5,
         "mlp_bias": rng.random() < 0.5,
         "hidden_act": rng.choice(("silu", "gelu")),

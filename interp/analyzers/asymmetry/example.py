@@ -39,7 +39,7 @@ class Examples:
 
 
 def measure(model: Model, forms: list[Form], ranking: np.ndarray) -> Examples | None:
-    """Run the sentence once; None for a model without a tokenizer that can cut it."""
+    """Run the sentence once; None without a ranked head or a tokenizer that can cut it."""
     if model.tokenizer is None:
         return None
     try:
@@ -55,6 +55,8 @@ def measure(model: Model, forms: list[Form], ranking: np.ndarray) -> Examples | 
     if len(at) < 2:
         return None
     chosen = _ends(ranking)
+    if not chosen:  # the text has shown nothing of any head
+        return None
     found: dict[int, tuple[Any, Any]] = {}
 
     def look(a: Attention) -> None:

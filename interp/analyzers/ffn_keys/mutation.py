@@ -99,7 +99,8 @@ def plan(at: Positions, places: np.ndarray, seed: int) -> Plan:
     runs: list[np.ndarray] = []
     run = np.zeros((len(READ), len(places)), dtype=np.int64)
     starts, begins = np.unique(at.start[places], return_index=True)
-    for start, begin, end in zip(starts, begins, [*begins[1:], len(places)], strict=True):
+    ends = [*begins, len(places)][1:]  # none where no place can be mutated
+    for start, begin, end in zip(starts, begins, ends, strict=True):
         own = places[begin:end]
         first, last = int(start) + at.bos, int(own[-1])
         whole = at.ids[start : last + 1]
