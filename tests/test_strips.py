@@ -213,6 +213,13 @@ def test_triggers_show_their_coefficient_at_their_token():
     assert len(one) == 2 and "2 of 3" in one.note
 
 
+def test_a_notebook_says_that_there_are_strips():
+    assert (
+        "<code>result.tokens(&#x27;triggers&#x27;)</code>" in result_of(browsable())._repr_html_()
+    )
+    assert "result.tokens(" not in fake_heads()._repr_html_()
+
+
 def test_without_a_key_it_is_the_pages_first():
     result = result_of(browsable())
     keys = result.tables["keys"]

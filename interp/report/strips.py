@@ -205,6 +205,11 @@ def strips_of(
     return _together(strips[:rows], unit, title, more, limit)
 
 
+def token_tables(result: Result) -> list[str]:
+    """Names of the tables whose tokens can be shown."""
+    return list(_sources(result))
+
+
 # Where tokens are stored --------------------------------------------------------------------------
 
 
