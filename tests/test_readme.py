@@ -219,6 +219,14 @@ def test_both_languages_name_the_same_code():
     assert chinese - english == Counter()
 
 
+def test_there_is_a_small_picture_at_the_top():
+    for path in (README, CHINESE):
+        top = path.read_text(encoding="utf-8").split("\n## ")[0]
+        (source,) = re.findall(r'<img src="(.*?)" width="\d+" alt=".+">', top)
+        assert (ROOT / source).read_bytes().startswith(b"\x89PNG")
+        assert (ROOT / source).stat().st_size < 300_000
+
+
 def test_both_languages_have_the_same_parts_and_point_at_each_other():
     headings = [re.findall(r"^#+", prose(path), re.M) for path in (README, CHINESE)]
     assert headings[0] == headings[1]
@@ -234,7 +242,7 @@ def test_both_languages_have_the_same_parts_and_point_at_each_other():
 
 @pytest.mark.parametrize("path", [README, CHINESE, CLAIMS], ids=lambda path: path.name)
 def test_what_is_linked_is_there(path):
-    links = re.findall(r"\]\(([^)#]+)\)", prose(path))
+    links = re.findall(r"\]\(([^)#]+)\)", prose(path)) + re.findall(r'src="(.*?)"', prose(path))
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert links or path == CLAIMS
     assert not missing
