@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from interp.errors import InterpError, UsageError
 from interp.report import token_strip, words
@@ -154,6 +156,15 @@ def test_hostile_tokens_are_text():
         assert hidden not in strip._repr_html_()
     assert len(strip._repr_html_()) < 12_000
     assert HOSTILE[0] in page.text
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=6))
+def test_any_tokens_come_back_as_they_are_shown(tokens):
+    found = Spans(token_strip(tokens, range(1, len(tokens) + 1), unit="u")).tokens
+    assert [text for _, text in found] == [words.visible(token) for token in tokens if token]
+    assert [attributes["aria-label"] for attributes, _ in found] == [
+        f"{words.visible(token)}: {i} u" for i, token in enumerate(tokens, 1) if token
+    ]
 
 
 def test_a_right_to_left_text_runs_from_right_to_left():
