@@ -222,6 +222,10 @@ def test_triggers_show_their_coefficient_at_their_token():
         assert (row.prefix + row.following[:100]).endswith(text.lstrip("\u2026"))
     one = result.tokens("triggers", layer=1, key=5, sign=-1, rows=2)
     assert len(one) == 2 and "2 of 3" in one.note
+    assert [strip.label.split(", ")[0] for strip in strips.strips] == ["sign 1"] * 3 + [
+        "sign -1"
+    ] * 3
+    assert all(strip.label.startswith("rank") for strip in one.strips)
 
 
 def test_a_notebook_says_that_there_are_strips():

@@ -232,9 +232,13 @@ class _Examples:
         return _one(table, first if len(first) else table, by, self.browser.noun)
 
     def strips(self, table: pd.DataFrame, column: str) -> list[Strip]:
-        return [self._strip(row, column) for row in table.to_dict("records")]
+        names = ["rank", "document"]
+        group = self.browser.group[0] if self.browser.group else None
+        if group is not None and group in table and len(set(table[group])) > 1:
+            names.insert(0, group)
+        return [self._strip(row, column, names) for row in table.to_dict("records")]
 
-    def _strip(self, row: dict[Any, Any], column: str) -> Strip:
+    def _strip(self, row: dict[Any, Any], column: str, names: list[str]) -> Strip:
         before, token, after = (str(row[name]) for name in self.browser.text)
         end, text = len(before), before + after[:AFTER]
         begin = end - token_length(before, token)
@@ -256,7 +260,6 @@ class _Examples:
             parts.append((text[a:b], value))
             at = b
         parts.append((text[at:], None))
-        names = [*(self.browser.group or ())[:1], "rank", "document"]
         known = [(name, plain(row.get(name))) for name in names]
         label = ", ".join(f"{name} {value}" for name, value in known if value is not None)
         tokens, values = zip(*parts, strict=True)
