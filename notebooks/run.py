@@ -18,6 +18,14 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
 SECONDS = 900  # for one cell, on a busy machine
+ENVIRONMENT = {
+    # Figures as data only: with plotly.js in them every notebook would have 5 MB. Jupyter draws
+    # them from that.
+    "PLOTLY_RENDERER": "plotly_mimetype",
+    # Progress bars are off; tqdm asks for widgets all the same, and names its own path.
+    "PYTHONWARNINGS": "ignore:IProgress not found",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin slow a busy machine
+}
 
 
 def names() -> list[str]:
@@ -32,12 +40,6 @@ def executed(name: str, folder: str | os.PathLike[str]) -> nbformat.NotebookNode
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
-    # Figures as data only: with plotly.js in them every notebook would have 5 MB. Jupyter draws
-    # them from that.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow a busy machine
-    os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
-    # Progress bars are off; tqdm asks for widgets all the same, and names its own path.
-    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
     client = NotebookClient(
         notebook,
         timeout=SECONDS,
@@ -45,7 +47,7 @@ def executed(name: str, folder: str | os.PathLike[str]) -> nbformat.NotebookNode
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
     )
-    client.execute()
+    client.execute(env={**os.environ, **ENVIRONMENT})
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
