@@ -452,6 +452,19 @@ def _check_file(target: Path | None, overwrite: bool) -> None:
         raise UsageError(f"the folder {target.parent} of --out does not exist.")
 
 
+@app.command(name="completion")
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print what makes the Tab key complete commands and options.
+
+    Parameters
+    ----------
+    shell
+        bash, zsh or fish. For this session, in bash: source <(interp completion bash)
+    """
+    script = app.generate_completion(shell=shell)
+    print(script.replace("\u2026", "..."), end="")  # a shell in the C locale reads ASCII
+
+
 @assets_app.command(name="list")
 def list_assets() -> None:
     """What is embedded, and whether it is in the cache."""

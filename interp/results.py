@@ -233,6 +233,30 @@ class Result:
         """
         return importlib.import_module(REPORT_MODULE).figure(self, name)
 
+    def tokens(self, name: str | None = None, **options: Any) -> Any:
+        """Texts of the run whose tokens are coloured by what was measured at them.
+
+        For `ffn-keys` (table triggers), `superposition` (contexts) and `asymmetry` (examples); of
+        one key, feature or head at a time, the page's first where none is named. Red is above zero,
+        blue below; a notebook shows the number at a hover, or where the Tab key goes.
+
+            result.tokens("triggers", layer=27, key=831)
+            result.tokens("examples", layer=3, head=0, value="score")
+
+        Args:
+            name: a table with tokens. Default: the first that the result has.
+            **options: columns of that table and the value that a row must have there; and `rows`,
+                the most texts to show (10), `value`, the column to colour by, and `limit`, the
+                absolute value that has the full colour (default: the largest shown).
+
+        Returns:
+            What a notebook shows, an `interp.report.strips.TokenStrips`.
+
+        Raises:
+            InterpError: no tokens in that table, or none of that key, feature or head.
+        """
+        return importlib.import_module(REPORT_MODULE).tokens(self, name, **options)
+
     def _repr_html_(self) -> str:
         """Table and figures as one self-contained piece of HTML."""
         return importlib.import_module(REPORT_MODULE).notebook_html(self)

@@ -7,14 +7,16 @@ analyzer is told to the report in two places: `views.VIEWS` (words and small tab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from interp.results import Result
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     from rich.console import Console
+
+    from interp.report.strips import TokenStrips
 
 __all__ = [
     "display",
@@ -24,6 +26,8 @@ __all__ = [
     "notebook_html",
     "print_result",
     "render",
+    "token_strip",
+    "tokens",
 ]
 
 
@@ -48,6 +52,27 @@ def print_result(
     from interp.report import tables
 
     tables.print_result(result, rows, console, notices)
+
+
+def token_strip(
+    tokens: Iterable[Any],
+    values: Iterable[Any],
+    *,
+    unit: str,
+    title: str = "",
+    limit: float | None = None,
+) -> TokenStrips:
+    """Any tokens coloured by any numbers, for a notebook; see `strips.token_strip`."""
+    from interp.report import strips
+
+    return strips.token_strip(tokens, values, unit=unit, title=title, limit=limit)
+
+
+def tokens(result: Result, name: str | None = None, **options: Any) -> TokenStrips:
+    """A result's own texts, their tokens coloured; see `Result.tokens`."""
+    from interp.report import strips
+
+    return strips.strips_of(result, name, **options)
 
 
 def render(results: Sequence[Result]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from interp.report.view import Digest, View, has
+from interp.report.view import Digest, Grid, View, has
 from interp.report.words import (
     DASH,
     NATS,
@@ -583,5 +583,13 @@ VIEW = View(
     },
     narrow={"asymmetry": narrow, "asymmetry_layers": narrow_layers},
     quiet=frozenset({"offsets", "examples", "symmetrise"}),
+    grid=Grid(
+        table="examples",
+        noun="head",
+        by=("layer", "head"),
+        asks=("query", "query_token"),
+        asked=("key", "key_token"),
+        values=("content", "score"),
+    ),
     compare=compare,
 )

@@ -24,6 +24,7 @@ from interp.report.browser import Browser, script_json
 from interp.report.compare import comparisons, names
 from interp.report.figures import figure, figure_names
 from interp.report.spec import CONFIG
+from interp.report.strips import token_tables
 from interp.report.view import Digest, View, ranked
 from interp.report.views import view_of
 from interp.report.words import DASH, count, model_name, number, plain, sample, visible
@@ -96,6 +97,11 @@ def fragment(result: Result, figures: bool) -> str:
         parts.append(
             f"<p>{min(len(table), NOTEBOOK_ROWS)} of {len(table):,} rows, {_text(order)}: "
             f"<code>result.tables[{_text(repr(name))}]</code></p>"
+        )
+    for name in token_tables(result):
+        parts.append(
+            f"<p><code>result.tokens({_text(repr(name))})</code> shows its texts, the tokens "
+            "coloured by their numbers.</p>"
         )
     if figures:
         for i, name in enumerate(figure_names(result)):

@@ -87,7 +87,8 @@ def finish(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figu
         },
         meta={"title": title, "subtitle": subtitle},
         height=height,
-        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+        # Titles of panels are annotations, and stand above the axes as the subtitle does.
+        margin={"l": 60, "r": 20, "t": 120 if figure.layout.annotations else 90, "b": 60},
         font={"family": "system-ui, sans-serif", "size": 13},
         hoverlabel={"align": "left", "bgcolor": "#ffffff", "font": {"color": "#111111"}},
     )

@@ -34,6 +34,27 @@ class Digest:
     page: bool = True
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A table with a number for every pair of tokens of a text.
+
+    Attributes:
+        table: its name.
+        noun: what has one number per pair.
+        by: columns that name it.
+        asks: columns of the position and the token that asks.
+        asked: columns of the position and the token that is asked.
+        values: columns of the numbers, the one to show first first.
+    """
+
+    table: str
+    noun: str
+    by: tuple[str, ...]
+    asks: tuple[str, str]
+    asked: tuple[str, str]
+    values: tuple[str, ...]
+
+
 def _nothing(result: Result) -> list[Any]:
     return []
 
@@ -56,6 +77,7 @@ class View:
         narrow: table -> function (rows) -> [(heading, cells)], for 80 columns.
         quiet: tables that a digest already tells in a terminal.
         browser: a table on the page whose rows open to examples, in place of those two tables.
+        grid: a table of pairs of tokens, to show as token strips.
         compare: result -> (quantity, value with its interval), to set runs side by side.
         together: (names, results) -> small tables of what several results say only together.
     """
@@ -70,6 +92,7 @@ class View:
     )
     quiet: frozenset[str] = frozenset()
     browser: Browser | None = None
+    grid: Grid | None = None
     compare: Callable[[Result], list[tuple[str, str]]] = _nothing
     together: Callable[[Sequence[str], Sequence[Result]], list[Digest]] = _nothing_together
 
