@@ -123,7 +123,8 @@ def left_on(model: Model) -> list[str]:
     on an instance; also where the bookkeeping of the hook point has forgotten a hook.
     """
     found = []
-    for name, module in model.bridge.named_modules():
+    for full, module in model.bridge.named_modules():
+        name = full.replace("._original_component", "")
         for kind in _TORCH_HOOKS:
             for function in getattr(module, kind).values():
                 source = str(getattr(function, "__module__", ""))

@@ -31,6 +31,8 @@ TEXTS = (
     "A short one.",
 )
 CONTEXT = 20
+COARSE = 0.1
+NATS = 1e-4
 MADE_UP = (14, 18, 5)  # lengths of the rows of ids that stand in where no text can be tokenised
 
 
@@ -144,17 +146,44 @@ class Case:
         return np.split(positions, np.cumsum([len(d) for d in self.documents])[:-1])
 
     @functools.cached_property
-    def attending(self) -> dict[int, scores.Attention]:
-        """What `interp.scores` hands to analyzers, per layer."""
+    def attending(self) -> tuple[dict[int, scores.Attention], dict[tuple[str, int], Tensor]]:
+        """What `interp.scores` hands to analyzers per layer, and q, k, v of the same pass."""
         seen: dict[int, scores.Attention] = {}
+        shown: dict[tuple[str, int], Tensor] = {}
 
         def look(attention: scores.Attention) -> None:
             seen[attention.layer] = attention
 
+        def keep(place: tuple[str, int]) -> hooks.Hook:
+            def hook(tensor: Tensor) -> None:
+                shown[place] = tensor
+
+            return hook
+
         layers = range(self.model.cfg.n_layers)
-        with scores.attending(self.model, dict.fromkeys(layers, look)):
+        sites = [(*place, keep(place)) for i in layers for place in (("q", i), ("k", i), ("v", i))]
+        attending = scores.attending(self.model, dict.fromkeys(layers, look))
+        with hooks.attached(self.model, sites), attending:
             self.model.forward(self.batch)
-        return seen
+        return seen, shown
+
+    @functools.cached_property
+    def forms(self) -> list[scores.Form] | None:
+        """How the scores come about, as `interp.scores` finds; None where it refuses them."""
+        try:
+            return scores.form(self.model)
+        except InterpError:
+            return None
+
+    @functools.cached_property
+    def splices(self) -> bool:
+        """Whether runs from the middle are used: in every family that is written out.
+
+        Elsewhere a block may do more to its attention's output than the bridge shows (Bloom), which
+        `splice.usable` measures; interp then runs such a model from the start.
+        """
+        known = self.config.get("model_type") in arithmetic.FAMILIES
+        return known or splice.usable(self.model, self.text)
 
     @functools.cached_property
     def prefix(self) -> splice.Clean:
@@ -236,8 +265,18 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Relative difference that rounding explains in the model's dtype."""
+        """Relative difference that rounding explains in the model's dtype, over one step."""
         return scores.tolerance(self.model)
+
+    @property
+    def run_tolerance(self) -> float:
+        """The same over a whole run: in 16 bit, rounding grows from layer to layer."""
+        return self.tolerance if self.model.dtype == torch.float32 else COARSE
+
+    @property
+    def nats(self) -> float:
+        """Nats per token that rounding explains over a whole run."""
+        return NATS if self.model.dtype == torch.float32 else COARSE
 
 
 def wide(x: Tensor) -> np.ndarray:

@@ -25,8 +25,7 @@ STEP = 1e-4  # of the finite difference, around a scale of 1, in float64
 SLOPE = 1e-3  # what float32 gradients may be off by, of the largest slope
 EVERY_SITE = "a copy at every site"
 SHORT = 12  # tokens of the document that it is of
-LOUD = 100.0
-NATS = 1e-4  # nats per token that rounding explains in float32
+LOUD = {torch.float16: 10.0}  # elsewhere 100; scores of 100 times 100 would overflow
 
 
 def written_out(case: Case) -> Measured:
@@ -45,7 +44,7 @@ def logits(case: Case) -> Measured:
     worst = Largest()
     for i, expected in enumerate(case.plain_logits):
         worst.add(gap(wide(case.clean[i, : len(expected)]), expected), f"document {i}")
-    return worst.measured(case.tolerance, "no text")
+    return worst.measured(case.run_tolerance, "no text")
 
 
 def losses(case: Case) -> Measured:
@@ -53,7 +52,7 @@ def losses(case: Case) -> Measured:
     clean, worst = case.prefix, Largest()
     layer, head = case.heads[-1]
     edits = interventions.removals([(layer, head)])
-    without = splice.run_edited(case.model, clean, edits)
+    without = splice.run_edited(case.model, clean, edits, from_start=not case.splices)
     with interventions.ablate(case.model, [(layer, head)]):
         changed = case.model.forward(case.batch)
     for i, (ids, plain) in enumerate(zip(case.documents, case.plain_logits, strict=True)):
@@ -64,11 +63,7 @@ def losses(case: Case) -> Measured:
         log_p, log_q = (log_softmax(x[:-1]) for x in (plain, wide(changed[i, : len(ids)])))
         expected = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
         worst.add(abs(float(without.kl[i]) / count - expected), f"KL of document {i}")
-    return worst.measured(_nats(case), "no text")
-
-
-def _nats(case: Case) -> float:
-    return NATS * case.tolerance / scores.TOLERANCE[torch.float32]
+    return worst.measured(case.nats, "no text")
 
 
 def padding(case: Case) -> Measured:
@@ -81,7 +76,7 @@ def padding(case: Case) -> Measured:
         for what in (0, last):
             (seen,) = case.forward([ids], pad=[what] * EXTRA)
             worst.add(gap(wide(seen), wide(alone)), f"document {i}, padded with id {what}")
-    return worst.measured(case.tolerance, "no text")
+    return worst.measured(case.run_tolerance, "no text")
 
 
 def batching(case: Case) -> Measured:
@@ -91,7 +86,7 @@ def batching(case: Case) -> Measured:
     for i, seen in enumerate(case.forward(rows)):
         (alone,) = case.forward([rows[i]])
         worst.add(gap(wide(seen), wide(alone)), f"row {i} of {len(rows)}")
-    return worst.measured(case.tolerance, "no text")
+    return worst.measured(case.run_tolerance, "no text")
 
 
 def capture(case: Case) -> Measured:
@@ -166,7 +161,7 @@ def _empty(case: Case) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]
     def same(z: Tensor) -> Tensor:
         return z.clone()
 
-    return {
+    out = {
         EVERY_SITE: lambda: forward(*copies),
         "no head removed": ablated,
         "heads replaced by themselves": lambda: forward(
@@ -175,15 +170,21 @@ def _empty(case: Case) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]
         "heads replaced at no position": lambda: forward(
             *(("z", i, interventions.replaced(heads, 0.0, nowhere)) for i in layers)
         ),
-        "scores rewritten as they are": rewritten,
-        "spliced": lambda: spliced(lambda i: splice.run_edited(model, case.prefix, {i: same})),
-        "spliced and kept": lambda: spliced(
-            lambda i: splice.extend(model, case.prefix, {i: same}).scores
-        ),
-        "spliced and hooked": lambda: spliced(
-            lambda i: splice.run_hooked(model, case.prefix, [("z", i, same)])
-        ),
     }
+    if case.forms is not None:
+        out["scores rewritten as they are"] = rewritten
+    if case.splices:
+        clean = case.prefix
+        out |= {
+            "spliced": lambda: spliced(lambda i: splice.run_edited(model, clean, {i: same})),
+            "spliced and kept": lambda: spliced(
+                lambda i: splice.extend(model, clean, {i: same}).scores
+            ),
+            "spliced and hooked": lambda: spliced(
+                lambda i: splice.run_hooked(model, clean, [("z", i, same)])
+            ),
+        }
+    return out
 
 
 class _StopError(Exception):
@@ -223,11 +224,11 @@ def _failing(case: Case) -> dict[str, Callable[[], Any]]:
     out: dict[str, Callable[[], Any]] = {
         "an error in a hook": lambda: under(hooks.attached(model, [("mlp_out", last, stop)]))
     }
+    if case.forms is not None:
+        attending = scores.attending(model, {last: stop})
+        out["an error while scores are read"] = lambda: under(attending)
     if model.cfg.n_heads:
-        out |= {
-            "an error while scores are read": lambda: under(scores.attending(model, {last: stop})),
-            "an error in a splice": lambda: splice.run_edited(model, case.prefix, {last: stop}),
-        }
+        out["an error in a splice"] = lambda: splice.run_edited(model, case.prefix, {last: stop})
     return out
 
 
@@ -240,7 +241,7 @@ def zeroing(case: Case) -> Measured:
         with interventions.ablate(case.model, [(layer, head)]):
             (seen,) = case.forward([ids])
         worst.add(gap(wide(seen), expected), f"head {layer}.{head}")
-    return worst.measured(case.tolerance, "no heads")
+    return worst.measured(case.run_tolerance, "no heads")
 
 
 def spliced(case: Case) -> Measured:
@@ -258,7 +259,7 @@ def spliced(case: Case) -> Measured:
                 for name, run in runs.items():
                     error = abs(float(run[i]) / (len(ids) - 1) - expected)
                     worst.add(error, f"head {layer}.{head} removed, {name}, document {i}")
-    return worst.measured(_nats(case), "no heads")
+    return worst.measured(case.nats, "no heads")
 
 
 def included(case: Case) -> Measured:
@@ -271,7 +272,7 @@ def included(case: Case) -> Measured:
 
     def loud(x: Tensor) -> Tensor:
         x = x.clone()
-        x[:, 0] *= LOUD
+        x[:, 0] *= LOUD.get(x.dtype, 100.0)
         return x
 
     for site in ("attn_in", "z", "mlp_post"):
@@ -312,9 +313,8 @@ def _statistics(case: Case, only: str | None = None) -> dict[str, np.ndarray]:
         found = importance.gradients(model, text, len(text))
         out["mean z"] = found.z_mean.numpy()
         out["importance per token"] = found.token
-    if only in (None, "attn_in") and cfg.n_heads and ("scores", 0) in case.places:
-        forms = scores.form(model)
-        measured = ontext.measure(model, text, forms, len(text), controls=False)
+    if only in (None, "attn_in") and case.forms is not None:
+        measured = ontext.measure(model, text, case.forms, len(text), controls=False)
         out |= {f"score correlation, {kind}": r for kind, r in measured.r.items()}
         out["symmetry on data"] = measured.symmetry_data
     if only in (None, "mlp_post") and cfg.d_mlp:
