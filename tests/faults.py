@@ -398,7 +398,7 @@ FAULTS: dict[str, Fault] = {
         "finite weights",
         ALL,
         lambda m, _: changed(own(block(m).mlp.out).weight, set_first(math.nan)),
-        note="1.mlp",
+        note="in the loaded model alone, first",
     ),
     "a hook left over": Fault(
         "leftover hooks",

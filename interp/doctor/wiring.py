@@ -41,16 +41,20 @@ def _tensors(case: Case) -> Iterator[tuple[str, Tensor]]:
 
 
 def finite_weights(case: Case) -> Measured:
-    """No weight is NaN or infinite, in the loaded model or in the checkpoint."""
-    count, first = 0, ""
-    places = [*_tensors(case), *case.plain.named_parameters()]
-    for name, tensor in places:
-        bad = ~torch.isfinite(tensor.detach())
-        if bool(bad.any()):
-            count += int(bad.sum())
-            at = tuple(bad.nonzero()[0].tolist())
-            first = first or f"{name}{list(at)}"
-    return Measured(count, note=first and f"first in {first}")
+    """No weight is NaN or infinite, in the checkpoint or in what was loaded from it."""
+    for place, tensors in (
+        ("the checkpoint", case.plain.named_parameters()),
+        ("the loaded model alone", _tensors(case)),
+    ):
+        count, first = 0, ""
+        for name, tensor in tensors:
+            bad = ~torch.isfinite(tensor.detach())
+            if bool(bad.any()):
+                count += int(bad.sum())
+                first = first or f"{name}{bad.nonzero()[0].tolist()}"
+        if count:
+            return Measured(count, note=f"in {place}, first {first}")
+    return Measured(0)
 
 
 def leftover_hooks(case: Case) -> Measured:
