@@ -73,6 +73,7 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     notices: list[str] = field(default_factory=list)
+    gguf: Path | None = None  # the file that the checkpoint was dequantised from
     bos_token_id: int | None = None  # overrides the tokenizer's, where set
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
@@ -264,6 +265,7 @@ def load_found(
                 f"{found.name!r} does not fit on {device}: {checkpoint.first_line(error)}"
             ) from error
         model = _bridge(hf_model, tokenizer, device, found, folder, refuse)
+        model.gguf = found.path if folder != found.path else None
     model.notices = [*notices, *more]
     return model
 

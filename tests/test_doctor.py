@@ -18,6 +18,7 @@ from interp.model import load_model
 from tests import oracle, tiny
 from tests.faults import ALL
 from tests.loading import put_weights, weights_of
+from tests.test_dequantise import write_gguf
 
 NAMES = [check.name for check in examination.CHECKS]
 
@@ -33,7 +34,10 @@ def test_a_healthy_model_passes(load, family):
     assert report.passed
     assert [o.check for o in report.outcomes] == NAMES
     missing = [(o.check, o.note) for o in report.outcomes if o.verdict == "not applicable"]
-    assert missing == [("GPU as CPU", "there is no GPU here")]
+    assert missing == [
+        ("GGUF tensors", "the checkpoint is no GGUF file"),
+        ("GPU as CPU", "there is no GPU here"),
+    ]
     for o in report.outcomes:
         if o.verdict == "PASS":
             assert o.error <= o.tolerance
@@ -201,6 +205,28 @@ def test_gap():
         gap(a, a[:1])
 
 
+# GGUF files
+
+
+def test_a_gguf_file(tmp_path, cache):
+    from gguf import GGMLQuantizationType
+
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, GGMLQuantizationType.Q8_0)
+    report = interp.examine(load_model(path, device="cpu"))
+    assert report.failures() == []
+    (row,) = [o for o in report.outcomes if o.check == "GGUF tensors"]
+    assert (row.verdict, row.error) == ("PASS", 0.0)
+    # The copy in the cache, damaged in a way that is whole and finite.
+    (folder,) = (cache / "models").iterdir()
+    weights = weights_of(folder)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name].roll(1, 0)
+    put_weights(folder, weights)
+    failures = interp.examine(load_model(path, device="cpu")).failures()
+    assert [(o.check, o.note[:19]) for o in failures] == [("GGUF tensors", "blk.0.attn_k.weight")]
+
+
 # Loading
 
 
@@ -298,9 +324,9 @@ def test_the_command_on_a_healthy_model(doctor, checkpoint):
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len([line for line in lines if line.rstrip().endswith("PASS")]) == len(NAMES)
+    assert len([line for line in lines if line.rstrip().endswith("PASS")]) == 33
     assert "GPU as CPU: not applicable. there is no GPU here" in out
-    assert lines[-1] == "34 checks: 33 passed, 0 failed, 1 not applicable."
+    assert lines[-1] == "35 checks: 33 passed, 0 failed, 2 not applicable."
     assert "Look first" not in out
 
 
@@ -354,7 +380,7 @@ def test_the_installation_as_a_table(doctor, healthy, monkeypatch, no_network):
     monkeypatch.setattr(installation, "examine_installation", lambda *_: healthy)
     status, out, _ = doctor("--offline")
     assert status == 0
-    assert "tiny Llama, shared keys: 34 checks: 33 passed, 0 failed, 1 not applicable." in out
+    assert "tiny Llama, shared keys: 35 checks: 33 passed, 0 failed, 2 not applicable." in out
 
 
 def installed(name, **options):

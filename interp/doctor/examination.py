@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from interp.config import DoctorOptions
-from interp.doctor import block, outcome, runs, tokens, wiring
+from interp.doctor import block, gguf_file, outcome, runs, tokens, wiring
 from interp.doctor.case import Case
 from interp.doctor.outcome import Check, Measured, Outcome, Report
 from interp.errors import CheckError, InterpError
@@ -26,6 +26,7 @@ from interp.text import expect_model
 
 CHECKS: tuple[Check, ...] = (
     *wiring.CHECKS,
+    gguf_file.CHECK,
     *tokens.CHECKS,
     *block.CHECKS,
     *runs.CHECKS,

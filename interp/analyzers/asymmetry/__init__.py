@@ -121,6 +121,12 @@ class Run:
 
     def _say_what_the_form_is(self) -> None:
         other = [i for i, form in enumerate(self.forms) if not form.bilinear]
+        if self.config.activations and len(other) == len(self.forms):
+            raise InterpError(
+                f"No layer of {self.model.name} has scores of the form scale * (q R) . (k R), for "
+                "instance since queries and keys are normalised, so there is no content to "
+                "correlate: leave out --activations."
+            )
         if other:
             self.notices.append(
                 f"Scores of {len(other)} layers ({other[0]}, ...) are not scale * (q R) . (k R), "
