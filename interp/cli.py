@@ -460,6 +460,8 @@ def doctor(
     from interp.doctor import examination, installation
 
     options, shown = model or DoctorOptions(), output or ShownOptions()
+    if options.model is None and options.revision is not None:
+        raise UsageError("--revision is a model's: name it with --model.")
     with _log_lines() as logger, _line_on_stderr() as say:
         if options.model is None:
             report = installation.examine_installation(options, say)

@@ -9,7 +9,7 @@ import torch
 
 import interp
 import interp.config
-from interp import cli, hooks, scores
+from interp import cli, hooks, pruned, pruning, scores
 from interp.doctor import arithmetic, examination, installation, outcome, specimens
 from interp.doctor.case import gap
 from interp.doctor.outcome import Check, Measured, NotApplicableError
@@ -88,6 +88,18 @@ def test_without_a_tokenizer(checkpoint, tmp_path):
     reasons = {o.check: o.note for o in report.outcomes if o.verdict == "not applicable"}
     assert reasons["BOS policy"] == "this model has no tokenizer"
     assert "KV mapping" not in reasons  # on made-up ids
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_checkpoint_without_some_heads(tmp_path, family):
+    small = tiny.make_model(family)
+    gone = [(0, 0), (0, 1), (0, 2), *((2, h) for h in range(small.config.num_attention_heads))]
+    pruned.cut(small, pruning.plan(small.config, gone))
+    small.save_pretrained(tmp_path / "m")
+    tiny.make_tokenizer(family).save_pretrained(tmp_path / "m")
+    report = interp.examine(load_model(tmp_path / "m", device="cpu"))
+    assert report.failures() == []
+    assert sum(o.verdict == "PASS" for o in report.outcomes) == len(NAMES) - 2
 
 
 def test_a_family_whose_arithmetic_is_not_written_out(tmp_path):
@@ -356,6 +368,9 @@ def test_a_model_that_is_not_there_is_an_error_and_no_table(doctor):
     assert "Did you mean 'gpt2'" in err
     assert doctor("--model", ".", "--dtype", "int8")[0] == 2
     assert doctor("--documents", "3")[0] == 2
+    status, _, err = doctor("--revision", "main")
+    assert status == 2
+    assert "--model" in err
 
 
 # The installation

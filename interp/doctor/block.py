@@ -141,7 +141,7 @@ def _attending_wrong(case: Case, own: list[int]) -> list[str]:
     for i, attention in seen.items():
         for name, heads in (("k", attention.k), ("v", attention.v)):
             expected = wide(shown[name, i].transpose(1, 2)[:, own])
-            if gap(wide(heads), expected) > case.tolerance:
+            if not gap(wide(heads), expected) <= case.tolerance:
                 wrong.append(f"{name} of layer {i} is given to other heads by scores.attending")
     return wrong
 

@@ -215,11 +215,27 @@ class Case:
         """[pos, vocab] float64 per document, by plain transformers, one at a time, not padded."""
         return [self.plain_of(ids) for ids in self.documents]
 
-    def plain_of(self, ids: list[int]) -> np.ndarray:
-        """[pos, vocab] float64 of one document."""
-        device = next(self.plain.parameters()).device
+    def plain_of(self, ids: list[int], model: Any = None) -> np.ndarray:
+        """[pos, vocab] float64 of one document, by the plain model or another one like it."""
+        model = self.plain if model is None else model
+        device = next(model.parameters()).device
         with torch.no_grad():
-            return wide(self.plain(torch.tensor([ids], device=device), use_cache=False).logits[0])
+            return wide(model(torch.tensor([ids], device=device), use_cache=False).logits[0])
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The plain model; where heads were cut out of the checkpoint, with zeros in their place.
+
+        That this is the same function, `written-out arithmetic` and `logits` check: they compare
+        with the narrow model.
+        """
+        if not self.model.cfg.removed:
+            return self.plain
+        folder, dtype = self.model.folder, self.model.dtype
+        with torch.inference_mode(False):
+            pickled = not weight_files(folder)
+            loaded, _, _ = checkpoint.load(folder, self.model.name, dtype, pickled)
+        return loaded.requires_grad_(False).to(self.model.device)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -229,19 +245,18 @@ class Case:
     @functools.cached_property
     def arithmetic(self) -> arithmetic.Arithmetic:
         """The forward pass written out, on the tensors of the plain model."""
-        if self.model.cfg.removed:
-            raise NotApplicableError("heads were cut out of this checkpoint")
-        reason = arithmetic.unsupported(self.config, max(map(len, self.documents)))
+        config = self.whole.config.to_dict() if self.model.cfg.removed else self.config
+        reason = arithmetic.unsupported(config, max(map(len, self.documents)))
         if reason is not None:
             raise NotApplicableError(reason)
-        return arithmetic.Arithmetic(self.config, self.plain.state_dict())
+        return arithmetic.Arithmetic(config, self.whole.state_dict())
 
     @contextlib.contextmanager
     def scaled(self, layer: int, head: int, factor: float) -> Iterator[None]:
-        """Within, the plain model's weights of one head's output are multiplied by a factor."""
+        """Within, the whole model's weights of one head's output are multiplied by a factor."""
         made = self.arithmetic
         name = made.name(layer, made.family.o) + ".weight"
-        weight = self.plain.get_parameter(name)
+        weight = self.whole.get_parameter(name)
         before = weight.data
         own = slice(head * made.d_head, (head + 1) * made.d_head)
         changed = before.clone()
@@ -258,10 +273,12 @@ class Case:
     @functools.cached_property
     def heads(self) -> list[tuple[int, int]]:
         """Three heads to look at singly: in the first, the middle and the last layer."""
-        layers, heads = self.model.cfg.n_layers, self.model.cfg.n_heads
-        if not heads:
+        there = self.model.cfg.heads()
+        if not there:
             raise NotApplicableError("this model has no attention heads")
-        return sorted({(0, heads - 1), (layers // 2, 0), (layers - 1, heads // 2)})
+        layers, heads = self.model.cfg.n_layers, self.model.cfg.n_heads
+        wanted = {(0, heads - 1), (layers // 2, 0), (layers - 1, heads // 2)}
+        return sorted(wanted & set(there)) or there[:1]
 
     @property
     def tolerance(self) -> float:

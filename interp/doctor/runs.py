@@ -237,7 +237,7 @@ def zeroing(case: Case) -> Measured:
     ids, worst = case.documents[case.longest], Largest()
     for layer, head in case.heads:
         with case.scaled(layer, head, 0.0):
-            expected = case.plain_of(ids)
+            expected = case.plain_of(ids, case.whole)
         with interventions.ablate(case.model, [(layer, head)]):
             (seen,) = case.forward([ids])
         worst.add(gap(wide(seen), expected), f"head {layer}.{head}")
@@ -254,7 +254,7 @@ def spliced(case: Case) -> Measured:
         kept = splice.extend(case.model, clean, edits).scores.loss
         with case.scaled(layer, head, 0.0):
             for i, ids in enumerate(case.documents):
-                expected = mean_loss(case.plain_of(ids), ids)
+                expected = mean_loss(case.plain_of(ids, case.whole), ids)
                 runs = {"spliced": short, "from the start": whole, "kept": kept}
                 for name, run in runs.items():
                     error = abs(float(run[i]) / (len(ids) - 1) - expected)
