@@ -177,6 +177,17 @@ def other_activation(model: Model, patch: Any) -> None:
     setattr(mlp, name, nn.ReLU())
 
 
+def folded(model: Model, patch: Any) -> None:
+    model.bridge.process_weights(fold_ln=True, center_writing_weights=True)
+
+
+def unread_fused(model: Model, patch: Any) -> None:
+    """The fused projection, of which the bridge computes with copies."""
+    fused = ("c_attn._original_component.weight", "query_key_value._original_component.weight")
+    named = model.bridge.original_model.named_parameters()
+    changed(next(p for name, p in named if name.endswith(fused)), lambda x: 2 * x)
+
+
 def eps(model: Model, patch: Any) -> None:
     norm = own(block(model).ln2)
     name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
@@ -448,6 +459,8 @@ FAULTS: dict[str, Fault] = {
         ALL,
         lambda m, _: changed(own(block(m).mlp.out).weight, lambda w: w.bfloat16()),
     ),
+    "weights folded and centred": Fault("raw weights", ALL, folded, False, "folded"),
+    "an edit that nothing reads": Fault("raw weights", GPT2 + NEOX, unread_fused),
     "logits that differ where nobody looks": Fault("logits", ALL, only_unwatched),
     "transformers itself wrong": Fault("written-out arithmetic", ALL, sdpa_without_scale),
     # in interp's own reading

@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     gguf_file.CHECK,
     *tokens.CHECKS,
     *block.CHECKS,
+    wiring.RAW,
     *runs.CHECKS,
     wiring.GPU,
 )

@@ -37,7 +37,7 @@ def _word(dtype: torch.dtype) -> str:
 def _tensors(case: Case) -> Iterator[tuple[str, Tensor]]:
     """The weights that the bridge computes with, by its own names; the copies it makes included."""
     for name, tensor in case.model.bridge.named_parameters():
-        yield name.replace("_original_component.", "").replace("original_component.", ""), tensor
+        yield _bare(name), tensor
 
 
 def finite_weights(case: Case) -> Measured:
@@ -55,6 +55,27 @@ def finite_weights(case: Case) -> Measured:
         if count:
             return Measured(count, note=f"in {place}, first {first}")
     return Measured(0)
+
+
+def raw_weights(case: Case) -> Measured:
+    """The loaded model holds the checkpoint's tensors bit for bit: nothing folded or centred.
+
+    Tensors that the bridge computes with under the checkpoint's names; what it takes apart (fused
+    q, k and v) is compared step by step elsewhere.
+    """
+    own = {_bare(name): x for name, x in case.model.bridge.original_model.state_dict().items()}
+    there = {name: x for name, x in case.whole.state_dict().items() if name in own}
+    other = [name for name, x in there.items() if not torch.equal(x, own[name])]
+    if not there:
+        raise NotApplicableError("the bridge holds no tensor under the checkpoint's names")
+    note = f"{len(there)} tensors"
+    if other:
+        note = f"{other[0]} is not the checkpoint's: was the model folded, centred or edited?"
+    return Measured(len(other), note=note)
+
+
+def _bare(name: str) -> str:
+    return name.replace("_original_component.", "").replace("original_component.", "")
 
 
 def leftover_hooks(case: Case) -> Measured:
@@ -154,4 +175,5 @@ CHECKS = (
         "finite activations", "count", "all activations and logits are finite", finite_activations
     ),
 )
+RAW = Check("raw weights", "count", "nothing is folded, centred or edited", raw_weights)
 GPU = Check("GPU as CPU", "relative", "the GPU gives the CPU's logits", gpu_as_cpu)
