@@ -183,9 +183,7 @@ def folded(model: Model, patch: Any) -> None:
 
 def unread_fused(model: Model, patch: Any) -> None:
     """The fused projection, of which the bridge computes with copies."""
-    fused = ("c_attn._original_component.weight", "query_key_value._original_component.weight")
-    named = model.bridge.original_model.named_parameters()
-    changed(next(p for name, p in named if name.endswith(fused)), lambda x: 2 * x)
+    changed(own(block(model).attn.qkv).weight, lambda x: 2 * x)
 
 
 def eps(model: Model, patch: Any) -> None:
