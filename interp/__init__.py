@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from interp.analyzers.ffn_keys import ffn_keys
     from interp.analyzers.heads import heads
     from interp.analyzers.qkv import qkv
+    from interp.doctor.examination import examine
     from interp.model import Model, load_model
     from interp.pruned import load_pruned
     from interp.results import Result, load_result
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "head_agreement": "interp.agreement",
     "asymmetry": "interp.analyzers.asymmetry",
+    "examine": "interp.doctor.examination",
     "ffn_keys": "interp.analyzers.ffn_keys",
     "heads": "interp.analyzers.heads",
     "load_model": "interp.model",
@@ -51,6 +53,7 @@ __all__ = [
     "Text",
     "__version__",
     "asymmetry",
+    "examine",
     "ffn_keys",
     "head_agreement",
     "heads",

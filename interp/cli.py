@@ -23,7 +23,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from interp import __version__
-from interp.config import ModelOptions, OutputOptions, TextOptions
+from interp.config import (
+    DoctorOptions,
+    ModelOptions,
+    OutputOptions,
+    ShownOptions,
+    TextOptions,
+)
 from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
@@ -439,6 +445,58 @@ def report(
     except OSError as error:
         raise InterpError(f"cannot write {target}: {error.strerror}.") from error
     _say(f"interp: {len(results)} run{'s' * (len(results) > 1)} in {target}")
+
+
+@app.command(name="doctor")
+def doctor(
+    *,
+    model: Annotated[DoctorOptions | None, _flat("Model")] = None,
+    output: Annotated[ShownOptions | None, _flat("Output")] = None,
+) -> int:
+    """Is the instrument right? Checks of a model, or without --model of the installation.
+
+    Exit status 1 if a check fails.
+    """
+    from interp.doctor import examination, installation
+
+    options, shown = model or DoctorOptions(), output or ShownOptions()
+    if options.model is None and options.revision is not None:
+        raise UsageError("--revision is a model's: name it with --model.")
+    with _log_lines() as logger, _line_on_stderr() as say:
+        if options.model is None:
+            report = installation.examine_installation(options, say)
+        else:
+            report = examination.examine_named(options, logger.info, say)
+    _print_report(report, shown)
+    return 0 if report.passed else 1
+
+
+@contextlib.contextmanager
+def _line_on_stderr() -> Iterator[Callable[[str], None] | None]:
+    """A line that the next one replaces, on a terminal; None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    clear = "\r\x1b[K"
+    try:
+        yield lambda text: print(f"{clear}{text}", end="", file=sys.stderr, flush=True)
+    finally:
+        print(clear, end="", file=sys.stderr, flush=True)
+
+
+def _print_report(report: Any, shown: ShownOptions) -> None:
+    try:
+        if shown.format == "json":
+            import json
+
+            print(json.dumps(report.to_json(), allow_nan=False), flush=True)
+        else:
+            from interp.report.checks import print_report
+
+            print_report(report)
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # as in _show
+        _stdout_to_nowhere()
 
 
 def _check_file(target: Path | None, overwrite: bool) -> None:

@@ -168,7 +168,25 @@ class JudgedTextOptions(TextOptions):
 
 
 @dataclass(frozen=True)
-class OutputOptions(_Options):
+class DoctorOptions(ModelOptions):
+    """Which model is examined, and where it runs."""
+
+    model: str | None = None
+    """Short name, hub id, folder or .gguf file. Without it the installation is examined."""
+
+
+@dataclass(frozen=True)
+class ShownOptions(_Options):
+    """How what was found is shown."""
+
+    format: Literal["table", "json"] = "table"
+    """What stdout carries: tables, or one JSON object (of a run the contents of result.json)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True)
+class OutputOptions(ShownOptions):
     """Where results go and how they are shown."""
 
     out: Path | None = None
@@ -177,10 +195,6 @@ class OutputOptions(_Options):
     """Replace an earlier run in --out, an earlier checkpoint in --export."""
     rows: int = 10
     """Rows of each printed table, 0 or more."""
-    format: Literal["table", "json"] = "table"
-    """What stdout carries: tables, or the contents of result.json."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

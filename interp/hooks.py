@@ -110,6 +110,31 @@ def foreign_hooks(model: Model) -> list[str]:
     return sorted(n for n, p in model.bridge.hook_dict.items() if p.fwd_hooks or p.bwd_hooks)
 
 
+# Modules whose own hooks on themselves are part of how they work.
+_LIBRARIES = ("transformer_lens.", "transformers.", "torch.", "accelerate.")
+_HOOK_POINT = "transformer_lens.hook_points"
+_TORCH_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def left_on(model: Model) -> list[str]:
+    """Everything attached to the model that is not part of it, one entry each, sorted.
+
+    Hooks at hook points, plain torch hooks on any module, and forward methods that were replaced
+    on an instance; also where the bookkeeping of the hook point has forgotten a hook.
+    """
+    found = []
+    for full, module in model.bridge.named_modules():
+        name = full.replace("._original_component", "")
+        for kind in _TORCH_HOOKS:
+            for function in getattr(module, kind).values():
+                source = str(getattr(function, "__module__", ""))
+                if source == _HOOK_POINT or not f"{source}.".startswith(_LIBRARIES):
+                    found.append(f"a hook on {name}")
+        if "forward" in module.__dict__:
+            found.append(f"a replaced forward of {name}")
+    return sorted(found)
+
+
 def foreign_notices(model: Model) -> list[str]:
     """The notice that such hooks are at work; none without any."""
     mine = foreign_hooks(model)

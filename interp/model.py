@@ -73,6 +73,7 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     notices: list[str] = field(default_factory=list)
+    gguf: Path | None = None  # the file that the checkpoint was dequantised from
     bos_token_id: int | None = None  # overrides the tokenizer's, where set
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
@@ -226,20 +227,45 @@ def load_model(
         raise InterpError(f"Unknown dtype {dtype!r}. Give one of {', '.join(DTYPES)}.")
     chosen = pick_device(device)
     found = names.resolve(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    return load_found(found, chosen, DTYPES[dtype], allow_pickle=allow_pickle)
+
+
+def load_found(
+    found: names.Found,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    allow_pickle: bool = False,
+    refuse: probe.Refuse = probe.refuse,
+) -> Model:
+    """Load what a name was found to mean.
+
+    Args:
+        found: from `names.resolve`.
+        device: that is there.
+        dtype: of weights and activations.
+        allow_pickle: also read `.bin` weights.
+        refuse: what is done with a model that fails a check (`interp doctor` looks on; nobody else
+            should).
+
+    Raises:
+        InterpError: as `load_model`.
+    """
     # Weights that are made within torch.inference_mode() could never be measured outside of it.
     with torch.inference_mode(False):
         folder, notices = found.path, found.notices
         if folder.is_file():
             folder, more = dequantise.folder_of(folder)
             notices = [*notices, *more]
-        hf_model, tokenizer, more = checkpoint.load(folder, found.name, DTYPES[dtype], allow_pickle)
+        hf_model, tokenizer, more = checkpoint.load(folder, found.name, dtype, allow_pickle)
         try:
-            hf_model = hf_model.to(chosen)
+            hf_model = hf_model.to(device)
         except RuntimeError as error:  # out of memory, above all
             raise InterpError(
-                f"{found.name!r} does not fit on {chosen}: {checkpoint.first_line(error)}"
+                f"{found.name!r} does not fit on {device}: {checkpoint.first_line(error)}"
             ) from error
-        model = _bridge(hf_model, tokenizer, chosen, found, folder)
+        model = _bridge(hf_model, tokenizer, device, found, folder, refuse)
+        model.gguf = found.path if folder != found.path else None
     model.notices = [*notices, *more]
     return model
 
@@ -274,7 +300,12 @@ def untrained(model: Model, seed: int) -> Model:
 
 
 def _bridge(
-    hf_model: Any, tokenizer: Any, device: torch.device, found: names.Found, folder: Path
+    hf_model: Any,
+    tokenizer: Any,
+    device: torch.device,
+    found: names.Found,
+    folder: Path,
+    refuse: probe.Refuse = probe.refuse,
 ) -> Model:
     """Wrap, compare with plain transformers on a probe, and state the facts."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -286,7 +317,7 @@ def _bridge(
     rows = embedding.weight.shape[0]
     tied = unembedding.weight is embedding.weight
     ids, mask = probe.tokens(rows, getattr(config, "max_position_embeddings", None), device)
-    plain = probe.plain_logits(hf_model, ids, mask, found.name)
+    plain = probe.plain_logits(hf_model, ids, mask, found.name, refuse)
     try:
         with checkpoint.quiet():
             bridge = build_bridge_from_module(
@@ -302,7 +333,7 @@ def _bridge(
             f"TransformerBridge does not support {kind} ({found.name!r}): "
             f"{checkpoint.first_line(error)}"
         ) from error
-    measured = probe.measure(bridge, plain, ids, mask, found.name)
+    measured = probe.measure(bridge, plain, ids, mask, found.name, refuse)
     cut = pruning.of_config(config)
     text = cut.text if cut is not None else {}
     return Model(

@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 
-from interp.errors import InterpError
+from interp.errors import CheckError, InterpError
 
 LENGTH = 12
 TOLERANCE = {torch.float32: 1e-4}  # relative to the largest logit
 COARSE = 2e-2  # the same for 16-bit weights
+
+
+Refuse = Callable[[CheckError], None]
+"""What is done with a model that fails a check: raise, or take note and go on."""
+
+
+def refuse(error: CheckError) -> None:
+    """No number comes of a model that fails a check."""
+    raise error
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,13 @@ def tokens(rows: int, n_ctx: int | None, device: torch.device) -> tuple[torch.Te
     return ids * mask, mask
 
 
-def plain_logits(hf_model: Any, ids: torch.Tensor, mask: torch.Tensor, name: str) -> torch.Tensor:
+def plain_logits(
+    hf_model: Any, ids: torch.Tensor, mask: torch.Tensor, name: str, refuse: Refuse = refuse
+) -> torch.Tensor:
     """Logits of plain transformers.
 
     Raises:
-        InterpError: the model cannot run, or gives something that is not finite.
+        InterpError: the model cannot run, or (through `refuse`) gives something not finite.
     """
     try:
         with torch.no_grad():
@@ -68,15 +79,21 @@ def plain_logits(hf_model: Any, ids: torch.Tensor, mask: torch.Tensor, name: str
     except Exception as error:
         raise InterpError(f"{name!r} does not run: {_first_line(error)}") from error
     if not bool(torch.isfinite(logits[mask.bool()]).all()):
-        raise InterpError(
+        message = (
             f"{name!r} gives logits that are not finite: its weights hold NaN or infinity, or "
             "overflow in this dtype (try --dtype float32)."
         )
+        refuse(CheckError(message, "finite activations"))
     return logits
 
 
 def measure(
-    bridge: Any, plain: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, name: str
+    bridge: Any,
+    plain: torch.Tensor,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    name: str,
+    refuse: Refuse = refuse,
 ) -> Measured:
     """Run the bridge twice and compare.
 
@@ -86,10 +103,12 @@ def measure(
         ids: [2, pos], from `tokens`.
         mask: [2, pos], from `tokens`.
         name: what the messages call the model.
+        refuse: what is done where the bridge's logits are others than plain transformers', or an
+            edit of z does not count.
 
     Raises:
-        InterpError: the bridge's logits are others than plain transformers', or it does not show
-            the attention output per head as it is.
+        InterpError: the bridge does not show the attention output per head as it is, or what
+            `refuse` raises.
     """
     dtype = next(bridge.original_model.parameters()).dtype
     seen, logits = _run(bridge, ids, mask, name)
@@ -97,10 +116,11 @@ def measure(
     gap = float((logits - plain)[real].abs().max() / plain[real].abs().max().clamp(min=1))
     tolerance = TOLERANCE.get(dtype, COARSE)
     if not gap <= tolerance:
-        raise InterpError(
+        message = (
             f"The bridge's logits for {name!r} differ from plain transformers' by {gap:.1e} "
             f"(relative; allowed {tolerance:g}): its numbers could not be trusted."
         )
+        refuse(CheckError(message, "logits"))
     shape = _one_shape(bridge, seen, name)
     widths = set(seen.mlp_hidden.values())
     mlp = next((b.mlp for b in bridge.blocks if _child(b, "mlp") is not None), None)
@@ -112,7 +132,7 @@ def measure(
         if len(widths) == 1 and len(seen.mlp_hidden) == len(bridge.blocks)
         else None,
         gated=_child(mlp, "gate") is not None if widths or seen.mlp_hidden else None,
-        parallel=_is_parallel(bridge, seen, ids, mask, name),
+        parallel=_is_parallel(bridge, seen, ids, mask, name, refuse),
         logits_are_unembedded=seen.unembedded is not None
         and torch.equal(seen.unembedded.float(), logits),
     )
@@ -141,12 +161,11 @@ def _one_shape(bridge: Any, seen: _Seen, name: str) -> tuple[int, int] | None:
 
 
 def _is_parallel(
-    bridge: Any, seen: _Seen, ids: torch.Tensor, mask: torch.Tensor, name: str
+    bridge: Any, seen: _Seen, ids: torch.Tensor, mask: torch.Tensor, name: str, refuse: Refuse
 ) -> bool | None:
     """Whether the MLP is blind to the attention of its own block; checks on the way that z counts.
 
-    Raises:
-        InterpError: an edit of z does not change the attention's output by W_O times the edit.
+    Refuses where an edit of z does not change the attention's output by W_O times the edit.
     """
     layer = next(iter(seen.z), None)
     if layer is None or layer not in seen.attn_out:
@@ -158,10 +177,11 @@ def _is_parallel(
     moved = edited.attn_out[layer].float() - seen.attn_out[layer].float()
     scale = torch.maximum(expected.abs().max(), moved.abs().max())
     if not float((moved - expected).abs().max()) <= 5e-2 * float(scale):
-        raise InterpError(
+        message = (
             f"In {name!r} a change of a head's output z does not change the attention's output by "
             "W_O times it: something else acts inside, and removing heads would not be measured."
         )
+        refuse(CheckError(message, "head contributions"))
     if not bool(scale > 0) or layer not in seen.mlp_in:
         return None
     return torch.equal(edited.mlp_in[layer], seen.mlp_in[layer])

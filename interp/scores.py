@@ -233,13 +233,15 @@ def form(model: Model) -> list[Form]:
     """Each layer's form, found on a probe and checked against the model's own scores there.
 
     Raises:
-        InterpError: queries or keys that are not x W + b with the weights that `weights` reads.
+        InterpError: queries or keys that are not x W + b with the weights that `weights` reads, or
+            what is shown as scores is the pattern.
     """
     n = model.cfg.n_layers
     found: dict[int, Form | None] = {}
     normed: dict[int, Tensor] = {}
 
     def look(a: Attention) -> None:
+        _check_scores(model, a)
         _check_weights(model, a)
         before = normed.get(a.layer)
         found[a.layer] = _form_of(model, a, before is not None and torch.equal(before, a.x))
@@ -368,6 +370,15 @@ def _heads(model: Model, part: Any, count: int, what: str, layer: int) -> Tensor
             f"expected {count} heads of {model.cfg.d_head} times d_model {model.cfg.d_model}."
         )
     return out_in.reshape(count, model.cfg.d_head, model.cfg.d_model).transpose(1, 2)
+
+
+def _check_scores(model: Model, a: Attention) -> None:
+    """For some families (OPT) the bridge shows the pattern where the scores should be."""
+    if bool((a.scores >= 0).all()) and bool(((a.scores.sum(-1) - 1).abs() < 1e-2).all()):
+        raise InterpError(
+            f"{model.name} ({model.cfg.family}) shows its attention scores only after the softmax, "
+            "so they can be neither read nor replaced."
+        )
 
 
 def _check_weights(model: Model, a: Attention) -> None:

@@ -18,6 +18,7 @@ from interp.text import load_text
 from tests import asymmetry_oracle as asym
 from tests import oracle, tiny
 from tests.loading import saved
+from tests.test_model import other
 
 FAMILIES = ("gpt2", "neox", "llama")
 
@@ -340,6 +341,17 @@ def test_scores_that_are_no_product_here_are_taken_as_they_are(load, monkeypatch
     s = seen[0][0][0, 0].double().numpy()
     lower = np.tril_indices(len(s), -1)
     assert float(seen[0][1][3]) == pytest.approx((s[lower] ** 2).sum(), rel=1e-9)
+
+
+def test_normalised_queries_have_no_content_to_correlate(tmp_path, corpus):
+    """Qwen3's scores are no scale * q . k in any layer; they correlate all the same."""
+    model = load_model(other("Qwen3", tmp_path / "Qwen3"), device="cpu")
+    text = load_text(corpus, model, documents=8, context=32)
+    result = interp.asymmetry(model, text, activations=True, progress=False)
+    table = result.tables["asymmetry"]
+    assert table["score_correlation_centred"].notna().all()
+    assert table["score_correlation_content_centred"].isna().all()
+    assert any("normalised" in notice for notice in result.notices)
 
 
 def test_windows_of_a_document_are_pooled(load):

@@ -514,6 +514,7 @@ def test_help_imports_little():
     code = (
         "import sys\nfrom interp.cli import run\n"
         "assert run([]) == run(['--help']) == run(['heads', '--help']) == run(['--version']) == 0\n"
+        "assert run(['doctor', '--help']) == 0\n"
         "heavy = {'torch', 'pandas', 'numpy', 'transformers', 'transformer_lens', 'plotly'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

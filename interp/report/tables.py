@@ -39,9 +39,9 @@ def print_result(
     title = " | ".join(
         part for part in (result.analyzer, isolated(model_name(result)), sample(result)) if part
     )
-    _say(out, title, style="bold")
+    say(out, title, style="bold")
     if not result.complete:
-        _say(
+        say(
             out,
             "INTERRUPTED: the numbers cover only what was measured before.",
             style="bold yellow",
@@ -54,11 +54,11 @@ def print_result(
         if digest.terminal:
             _print_digest(out, digest)
     for finding in view.findings(result):
-        _bullet(out, finding)
+        bullet(out, finding)
     if notices and result.notices:
-        _say(out, "Notices", style="bold yellow")
+        say(out, "Notices", style="bold yellow")
         for notice in result.notices:
-            _bullet(out, isolated(visible(notice, 1000)))
+            bullet(out, isolated(visible(notice, 1000)))
 
 
 def _encodable(out: Console, text: str) -> str:
@@ -70,19 +70,22 @@ def _encodable(out: Console, text: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _text(out: Console, text: str, style: str = "") -> Text:
+def encoded(out: Console, text: str, style: str = "") -> Text:
+    """Plain text as this console can write it."""
     return Text(_encodable(out, text), style=style)  # Text, since a str would be read as markup
 
 
-def _say(out: Console, text: str, style: str = "") -> None:
-    out.print(_text(out, text, style), soft_wrap=False)
+def say(out: Console, text: str, style: str = "") -> None:
+    """One paragraph."""
+    out.print(encoded(out, text, style), soft_wrap=False)
 
 
-def _bullet(out: Console, text: str) -> None:
+def bullet(out: Console, text: str) -> None:
+    """One entry of a list."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=1)
     grid.add_column(overflow="fold")
-    grid.add_row("-", _text(out, text))
+    grid.add_row("-", encoded(out, text))
     out.print(grid)
 
 
@@ -90,7 +93,7 @@ def _print_table(
     out: Console, result: Result, view: View, name: str, table: pd.DataFrame, rows: int
 ) -> None:
     if table.empty:
-        _say(out, f"{name}: no rows.")
+        say(out, f"{name}: no rows.")
         return
     table, order = ranked(view, name, table)
     shown = table.head(rows)
@@ -102,18 +105,18 @@ def _print_table(
     for heading, cells in fitting:
         numeric = all(cell[:1] in "+-0123456789[" + DASH for cell in cells)
         grid.add_column(
-            _text(out, heading, "bold"), justify="right" if numeric else "left", no_wrap=True
+            encoded(out, heading, "bold"), justify="right" if numeric else "left", no_wrap=True
         )
     for i in range(len(shown)):
         cells = [column[1][i] for column in fitting]
-        grid.add_row(*(_text(out, cell, _STYLES.get(cell, "")) for cell in cells))
+        grid.add_row(*(encoded(out, cell, _STYLES.get(cell, "")) for cell in cells))
     out.print(Padding(grid, (1, 0, 0, 0)))
     note = f"{count(len(shown))} of {count(len(table))} rows of {name}, {order}"
     hidden = len(table.columns) - len(fitting)
     more = ["head 3.1 is layer 3, head 1"] if fitting[0][0] == "head" else []
     more += [f"--rows {len(table)} shows all"] if len(shown) < len(table) else []
     more += [f"all {len(table.columns)} columns are in {name}.parquet"] if hidden > 0 else []
-    _say(out, "; ".join([note, *more]) + ".\n", style="dim")
+    say(out, "; ".join([note, *more]) + ".\n", style="dim")
 
 
 def _columns(table: pd.DataFrame, described: dict[str, Column]) -> list[tuple[str, list[str]]]:
@@ -155,15 +158,15 @@ def _fit(columns: Sequence[tuple[str, list[str]]], width: int) -> list[tuple[str
 
 
 def _print_digest(out: Console, digest: Digest) -> None:
-    _say(out, digest.title, style="bold")
+    say(out, digest.title, style="bold")
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for i, heading in enumerate(digest.head):
         grid.add_column(
-            _text(out, heading, "bold"), justify="right" if i else "left", overflow="fold"
+            encoded(out, heading, "bold"), justify="right" if i else "left", overflow="fold"
         )
     for row in digest.rows:
-        grid.add_row(*(_text(out, item) for item in row))
+        grid.add_row(*(encoded(out, item) for item in row))
     out.print(grid)
     if digest.note:
-        _say(out, digest.note, style="dim")
+        say(out, digest.note, style="dim")
     out.print()
