@@ -41,6 +41,8 @@ REPORT_MODULE = "interp.report"
 RESULT_FILE = "result.json"
 TENSOR_FILE = "tensors.safetensors"
 PAGE_FILE = "report.html"
+PROGRESS = "progress"
+"""Folder of what an unfinished run can be taken up from (`journal`)."""
 
 _PACKAGES = {
     "interp": "interp",
@@ -308,6 +310,8 @@ class Result:
                 _write_file(partial / name, value)
             (partial / PAGE_FILE).write_text(page, encoding="utf-8")
             move_into_place(partial, target)
+        if self.complete:  # only now: until the tables are there, they can be made again from it
+            shutil.rmtree(target / PROGRESS, ignore_errors=True)
         return target
 
     def _page(self) -> str:
@@ -387,11 +391,8 @@ def check_folder(
     return path
 
 
-def reopen(folder: str | os.PathLike[str]) -> Path:
-    """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
-
-    Returns:
-        The folder with the run's checkpoints: `<folder>.partial`.
+def unfinished(folder: str | os.PathLike[str]) -> Path:
+    """Where an unfinished run lies: as `<folder>.partial`, or saved as incomplete in `folder`.
 
     Raises:
         InterpError: there is none, or the run is complete.
@@ -406,7 +407,22 @@ def reopen(folder: str | os.PathLike[str]) -> Path:
         raise InterpError(f"{path} holds a complete run: there is nothing to take up.")
     if partial.exists():
         raise InterpError(f"both {path} and {partial} exist; remove the one not to take up.")
-    os.rename(path, partial)
+    return path
+
+
+def reopen(folder: str | os.PathLike[str]) -> Path:
+    """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
+
+    Returns:
+        The folder with the run's checkpoints: `<folder>.partial`.
+
+    Raises:
+        InterpError: see `unfinished`.
+    """
+    path = Path(folder).expanduser()
+    partial = path.with_name(path.name + ".partial")
+    if unfinished(path) != partial:
+        os.rename(path, partial)
     return partial
 
 
