@@ -222,6 +222,8 @@ def _analyze(
 ) -> int:
     import importlib
 
+    if model_options.offline:  # for libraries that would ask by themselves
+        os.environ["HF_HUB_OFFLINE"] = "1"
     from interp.results import check_folder, unfinished
 
     # Before the minutes are spent, not after.
@@ -305,8 +307,8 @@ def _analyze(
         _say(f"interp: interrupted; {_on_disk(result, folder)}{_how_to_take_up(folder)}.")
         return INTERRUPTED
     if not result.complete:
-        if more := _how_to_take_up(folder):
-            _say(f"interp: incomplete{more}.")
+        if go_on := _how_to_take_up(folder):
+            _say(f"interp: incomplete{go_on}.")
         return INTERRUPTED
     # The measurement is saved and shown all the same; a notice says why there is no checkpoint.
     return 1 if export is not None and "export" not in result.summary else 0

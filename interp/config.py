@@ -203,7 +203,7 @@ class RunOptions(_Options):
     progress: Annotated[bool, Parameter(group="Run", negative="--no-progress")] = True
     """Progress bars on stderr."""
     checkpoint_every: Annotated[int, _RUN] = 60
-    """Seconds between saves of progress beside --out (4 GB at most), 0 or more."""
+    """Seconds between saves of progress, in OUT.partial (4 GB at most), 0 or more."""
     resume: Annotated[bool, _RUN] = False
     """Take up the unfinished run of --out, from where it was last saved."""
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import interrupts, results
+from interp import interrupts, locks, results
 from interp.config import NO_MATTER
 from interp.errors import InterpError, UsageError
 from interp.model import Model
@@ -57,7 +57,7 @@ class Journal:
 
     Args:
         folder: where it is saved; None: nowhere.
-        every: seconds between saves.
+        every: seconds between saves; 0: after everything that is measured.
     """
 
     def __init__(self, folder: Path | None = None, every: float = 60) -> None:
@@ -137,7 +137,7 @@ class Journal:
 
     def due(self) -> bool:
         """Whether it is time to save."""
-        wait = max(self.every, SHARE * self._cost)
+        wait = self.every and max(self.every, SHARE * self._cost)
         return self.records and time.monotonic() - self._last >= wait
 
     def fold_file(self, stage: Stage) -> Path:
@@ -430,19 +430,24 @@ def _opened(
     target = Path(out).expanduser()
     partial = target.with_name(target.name + ".partial")
     folder = partial / results.PROGRESS
+    lying = results.unfinished(target) / results.PROGRESS if config.resume else folder
     saved = None
-    if config.resume:
-        saved = _read_json(results.unfinished(target) / results.PROGRESS / RUN_FILE)
-        if saved is not None:  # refused before anything is moved
-            expect_same(saved, what)
-        results.reopen(target)
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(folder))
+            lying.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locks.exclusive(lying / LOCK_FILE, wait=False))
+            if config.resume:
+                saved = _read_json(lying / RUN_FILE)
+                if saved is not None:  # refused before anything is moved
+                    expect_same(saved, what)
+                results.reopen(target)
             for file in folder.glob("*.safetensors") if saved is None else ():
                 file.unlink()
             _replace(folder / RUN_FILE, json.dumps(what, indent=1).encode())
+        except locks.TakenError:
+            raise InterpError(
+                f"Another process is at work in {partial}: wait for it, or choose another --out."
+            ) from None
         except OSError as error:
             raise InterpError(
                 f"cannot save progress in {partial}: {error.strerror or error}. Free space, or "
@@ -461,24 +466,6 @@ def _opened(
                 with contextlib.suppress(OSError):
                     partial.rmdir()
             raise
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; the lock goes with the process, however it ends."""
-    with (folder / LOCK_FILE).open("w") as lock:
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            pass
-        except BlockingIOError:
-            raise InterpError(
-                f"Another process is at work in {folder.parent}: wait for it, or choose another "
-                "--out."
-            ) from None
-        yield
 
 
 def identity(analyzer: str, run: Any) -> dict[str, Any]:

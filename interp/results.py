@@ -24,6 +24,7 @@ import platform
 import re
 import secrets
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,9 @@ TENSOR_FILE = "tensors.safetensors"
 PAGE_FILE = "report.html"
 PROGRESS = "progress"
 """Folder of what an unfinished run can be taken up from (`journal`)."""
+
+ROOM = 2**26
+"""Bytes of free disk below which no run is begun."""
 
 _PACKAGES = {
     "interp": "interp",
@@ -386,6 +390,13 @@ def check_folder(
             raise InterpError(f"cannot make {path}: {parent} is a file, not a folder.")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InterpError(f"cannot make {path}: no permission to write in {parent}.")
+        if (free := shutil.disk_usage(parent).free) < ROOM:
+            raise InterpError(
+                f"cannot make {path}: {free / 1e6:.0f} MB of disk are free there; make room, or "
+                f"choose another {option}."
+            )
+        with tempfile.TemporaryFile(dir=parent) as probe:  # a quota, a read-only file system
+            probe.write(bytes(2**16))
     except (OSError, ValueError) as error:
         raise InterpError(f"cannot make {str(folder)!r}: {_reason(error)}.") from error
     return path
