@@ -199,7 +199,7 @@ class RunOptions(_Options):
     seed: Annotated[int, _RUN] = 0
     """Of the sample, random orders and donors, 0 or more."""
     batch_size: Annotated[int | Literal["auto"], _RUN] = "auto"
-    """Documents per pass, 1 or more; changes no number."""
+    """Documents per pass, 1 or more; halved where memory runs out. Changes no number."""
     progress: Annotated[bool, Parameter(group="Run", negative="--no-progress")] = True
     """Progress bars on stderr."""
     checkpoint_every: Annotated[int, _RUN] = 60

@@ -49,6 +49,7 @@ MOST_BYTES = 4 * 10**9
 """Of a run's progress on disk, as --help says; what would go beyond is measured again."""
 SHARE = 20
 """Times as long as the last save took, at least, until the next one."""
+SIZE = "|size"
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
@@ -83,7 +84,12 @@ class Journal:
     @property
     def empty(self) -> bool:
         """Whether nothing has been saved, nor waits to be."""
-        return not (self._new or self._folds or self._bytes)
+        return not (self._waiting or self._bytes)
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether there is something to write; the size of batches alone is nothing."""
+        return bool(self._folds) or any(not key.endswith(SIZE) for key in self._new)
 
     def begin(self) -> None:
         """The run starts, for the first time or again: stages count from here."""
@@ -151,7 +157,9 @@ class Journal:
         tensors: dict[str, Tensor] = {}
         tree = json.dumps({"done": done, "state": _pack(dict(state), tensors)})
         tensors["tree"] = torch.frombuffer(bytearray(tree.encode()), dtype=torch.uint8)
-        self._folds[self.fold_file(stage).name] = tensors
+        name = self.fold_file(stage).name
+        if self._fits(name, tensors):  # looked at before anything large is copied
+            self._folds[name] = {key: value.clone() for key, value in tensors.items()}
 
     def restore(self, stage: Stage, state: Values) -> int:
         """Set a stage's sums to what was saved; returns how many items that covers."""
@@ -167,8 +175,10 @@ class Journal:
 
     def flush(self) -> None:
         """Write what waits. A disk that is full does not stop the run."""
-        if self.folder is None or not (self._new or self._folds):
+        if self.folder is None or not self._waiting:
             return
+        from safetensors import SafetensorError
+
         began = time.monotonic()
         try:
             for name, tensors in list(self._folds.items()):
@@ -184,22 +194,33 @@ class Journal:
                 self._write(f"{self._segments:06d}.safetensors", flat)
                 self._found |= self._new
                 self._new = {}
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or error
             self.tell(
-                f"Progress cannot be saved in {self.folder} ({error.strerror or error}): if the "
+                f"Progress cannot be saved in {self.folder} ({why}): if the "
                 "run is stopped, what was measured since the last save is lost."
             )
         self._last = time.monotonic()
         self._cost = self._last - began
 
-    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        assert self.folder is not None
+    def finish(self) -> None:
+        """The run is through; what a run of less than one interval has measured is not written."""
+        if self._bytes:
+            self.flush()
+
+    def _fits(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
         size = sum(t.nbytes for t in tensors.values())
-        if sum(n for other, n in self._bytes.items() if other != name) + size > MOST_BYTES:
+        fits = sum(n for other, n in self._bytes.items() if other != name) + size <= MOST_BYTES
+        if not fits:
             self.tell(
                 f"Progress of more than {MOST_BYTES / 1e9:g} GB is not saved: if the run is "
                 "stopped, a part of it is measured again."
             )
+        return fits
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        assert self.folder is not None
+        if not self._fits(name, tensors):
             return
         if not self._bytes:
             log.info(
@@ -208,7 +229,7 @@ class Journal:
                 self.folder.parent,
             )
         _write(self.folder / name, tensors)
-        self._bytes[name] = size
+        self._bytes[name] = sum(t.nbytes for t in tensors.values())
 
     def _load(self) -> None:
         assert self.folder is not None
@@ -220,7 +241,7 @@ class Journal:
             for name, tensor in (_read(file) or {}).items():
                 if name != DIGEST:
                     key, field = name.rsplit("|", 1)
-                    self._found.setdefault(key, {})[field] = tensor.numpy()
+                    self._found.setdefault(key, {})[field] = tensor.numpy().copy()
 
 
 class Stage:
@@ -234,7 +255,7 @@ class Stage:
     @property
     def size_key(self) -> str:
         """Under which the size of the batches is saved."""
-        return f"{self.name}|size"
+        return f"{self.name}{SIZE}"
 
     def key(self, what: object) -> str:
         """Under which something is saved that depends on the size of the batches."""
@@ -380,6 +401,7 @@ def measured(
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
                 run = make()
+            journal.finish()
         finally:
             _current = before
             interrupts.reset()
@@ -541,23 +563,27 @@ def _short(value: Any) -> str:
 
 # Files --------------------------------------------------------------------------------------------
 
-DIGEST = "digest"
+DIGEST, NEW = "digest", ".new"
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     whole = dict(tensors) | {DIGEST: _digest(tensors)}
-    _replace(file, save({k: v.contiguous() for k, v in whole.items()}))
+    new = file.with_name(file.name + NEW)
+    save_file({k: v.contiguous() for k, v in whole.items()}, new)
+    with new.open("rb+") as out:
+        os.fsync(out.fileno())
+    os.replace(new, file)
 
 
 def _read(file: Path) -> dict[str, Tensor] | None:
     """A file's tensors; None for one that is absent or damaged."""
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.torch import load_file
 
     try:
-        tensors = load(file.read_bytes())
+        tensors = load_file(file)
     except (OSError, SafetensorError, ValueError, KeyError):
         return None
     digest = tensors.pop(DIGEST, None)
@@ -584,7 +610,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 def _replace(file: Path, contents: bytes) -> None:
     """Write a file that is whole or as it was before."""
-    new = file.with_name(file.name + ".new")
+    new = file.with_name(file.name + NEW)
     with new.open("wb") as out:
         out.write(contents)
         out.flush()
@@ -604,7 +630,7 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
         kind = "tensor" if isinstance(value, Tensor) else "array"
         tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         name = str(len(tensors))
-        tensors[name] = tensor.to("cpu", copy=True)
+        tensors[name] = tensor.to("cpu")
         return {kind: name, "device": str(tensor.device)}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_pack(part, tensors) for part in value]}
@@ -621,7 +647,7 @@ def _unpack(node: Any, now: Any, tensors: Mapping[str, Tensor], shared: bool = F
     if not isinstance(node, dict):
         return node
     if "tensor" in node:
-        value = tensors[node["tensor"]].to(node["device"])
+        value = tensors[node["tensor"]].to(node["device"], copy=True)  # not mapped from a file
         if shared and isinstance(now, Tensor) and now.shape == value.shape:
             return now.copy_(value)
         return value
