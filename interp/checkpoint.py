@@ -7,6 +7,7 @@ pickles; here each of these is refused before a number comes of it. Nothing is f
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from interp import pruned, pruning
 from interp.errors import InterpError
 from interp.hub import INDEX, has_tokenizer, weight_files
 
+ADAPTER = "adapter_config.json"
 # Buffers that old checkpoints carry beside their weights and that no current model reads.
 HARMLESS_KEYS = ("attn.bias", "masked_bias", "attention.bias", "inv_freq", "position_ids")
 
@@ -77,6 +79,7 @@ def _decoder_config(folder: Path, name: str) -> Any:
                 else "Name the folder that save_pretrained wrote."
             )
         )
+    _refuse_foreign_code(folder, name)
     try:
         with quiet():
             config = AutoConfig.from_pretrained(
@@ -103,6 +106,28 @@ def _decoder_config(folder: Path, name: str) -> Any:
             f"{name!r} ({kind}) is not a causal language model known to transformers."
         )
     return config
+
+
+def _refuse_foreign_code(folder: Path, name: str) -> None:
+    """What transformers would run, or load from elsewhere, in place of the checkpoint's weights."""
+    from transformers import CONFIG_MAPPING
+
+    if (folder / ADAPTER).exists():
+        raise InterpError(
+            f"{name!r} holds {ADAPTER}, an adapter for another model: merge it into its model "
+            "(merge_and_unload of peft) and save that."
+        )
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # told where it is read
+        return
+    if isinstance(raw, dict) and raw.get("auto_map"):
+        kind = raw.get("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise InterpError(
+                f"{name!r} ({kind}) needs Python code that comes with it, which interp never runs. "
+                "Use a model that transformers knows by itself."
+            )
 
 
 def check_weights(folder: Path, name: str, allow_pickle: bool) -> None:

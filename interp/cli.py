@@ -2,7 +2,8 @@
 
 stdout carries the table, or one JSON object; everything else goes to stderr. Exit status: 0 done,
 1 failure told in a line or two, 2 wrong usage, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
-Both save what was measured until then; once more while that goes on, and it stops at once.
+Both finish the batch at work and save what was measured until then; once more while that goes on,
+and it stops at once.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from interp import __version__
+from interp import __version__, interrupts
 from interp.config import (
+    NO_MATTER,
     DoctorOptions,
     ModelOptions,
     OutputOptions,
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status."""
-    with _sigterm_as_interrupt() as terminated:
+    with _signals() as terminated:
         try:
             status = _run(arguments)
         except KeyboardInterrupt:  # once more, while the last one was being told
@@ -80,30 +82,43 @@ def run(arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[list[float]]:
-    """Within, SIGTERM does what Ctrl-C does; the list has its times. A caller's handler stays."""
+def _signals() -> Iterator[list[float]]:
+    """Within, Ctrl-C and SIGTERM let the batch at work finish; a caller's handlers stay.
+
+    The list has the times of SIGTERMs.
+    """
     import signal
     import threading
 
     received: list[float] = []
 
-    def interrupt(_number: int, _frame: Any) -> None:
-        before, now = received[-1:], time.monotonic()
-        received.append(now)
-        if not before or now - before[0] >= ONE_SIGNAL_SECONDS:
+    def stop(number: int, _frame: Any) -> None:
+        if number == signal.SIGTERM:
+            before, now = received[-1:], time.monotonic()
+            received.append(now)
+            if before and now - before[0] < ONE_SIGNAL_SECONDS:
+                return
+        if not interrupts.put_off():
             raise KeyboardInterrupt
+        with contextlib.suppress(OSError):  # not through a buffer that may be in use
+            os.write(2, b"\ninterp: finishing the batch at work; once more stops now\n")
 
-    ours = (
-        threading.current_thread() is threading.main_thread()  # no other one may set a handler
-        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if ours:
-        signal.signal(signal.SIGTERM, interrupt)
+    defaults = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ours = {
+        number: default
+        for number, default in defaults.items()
+        if threading.current_thread() is threading.main_thread()  # no other one may set a handler
+        and signal.getsignal(number) == default
+    }
+    interrupts.reset()
+    for number in ours:
+        signal.signal(number, stop)
     try:
         yield received
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        interrupts.reset()
+        for number, default in ours.items():
+            signal.signal(number, default)
 
 
 def _run(arguments: list[str]) -> int:
@@ -214,16 +229,18 @@ def _analyze(
 ) -> int:
     import importlib
 
-    from interp.results import check_folder
+    if model_options.offline:  # for libraries that would ask by themselves
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    from interp.results import check_folder, unfinished
 
     # Before the minutes are spent, not after.
-    if getattr(config, "resume", False):
-        from interp.results import reopen
-
+    if config.resume:
         if output.out is None:
             raise UsageError("--resume needs --out: the folder of the run to take up.")
-        reopen(output.out)
-    check_folder(output.out or _run_folder(name, "model"), output.overwrite)
+        unfinished(output.out)
+    check_folder(output.out or _run_folder(name, "model"), output.overwrite or config.resume)
+    if output.out is not None and not (config.resume or output.overwrite):
+        _refuse_unfinished(output.out)
     export = getattr(config, "export", None)
     if export is not None and output.out is not None and _same_folder(export, output.out):
         raise UsageError("--export and --out name the same folder; give each its own.")
@@ -277,23 +294,61 @@ def _analyze(
 
     # What an analyzer needs that writes files before the run is saved. (Names are known by then
     # only if there is one model.)
-    more: dict[str, Any] = {}
+    folder = where()
+    more: dict[str, Any] = {"out": folder}
     if export is not None:
         more |= {"overwrite": output.overwrite, "command": command()}
-    if analyzer.resumes:
-        more["out"] = where()
-    result = measure(models, text, config, **more)
+    try:
+        result = measure(models, text, config, **more)
+    except KeyboardInterrupt:
+        if not _progress(folder):
+            raise
+        _say(f"interp: interrupted{_how_to_take_up(folder)}.")
+        return INTERRUPTED
     result.command = command()
-    folder = more.get("out") or where()
+    if len(each) > 1:  # the last one's name is known only now
+        folder = where()
     try:
         _save_and_show(result, folder, output, logger)
     except KeyboardInterrupt:  # the second one, or one that came late: stop now
-        _say(f"interp: interrupted; {_on_disk(result, folder)}.")
+        _say(f"interp: interrupted; {_on_disk(result, folder)}{_how_to_take_up(folder)}.")
         return INTERRUPTED
     if not result.complete:
+        if go_on := _how_to_take_up(folder):
+            _say(f"interp: incomplete{go_on}.")
         return INTERRUPTED
     # The measurement is saved and shown all the same; a notice says why there is no checkpoint.
     return 1 if export is not None and "export" not in result.summary else 0
+
+
+def _refuse_unfinished(out: Path) -> None:
+    """A run that was killed is worth more than the folder's name."""
+    out = out.expanduser()
+    if _progress(out):
+        raise UsageError(
+            f"{out}.partial holds an unfinished run: take it up with --resume, or drop it with "
+            "--overwrite."
+        )
+
+
+def _progress(folder: Path) -> bool:
+    """Whether a run that did not end has left something to be taken up."""
+    from interp.results import PROGRESS
+
+    folder = folder.expanduser()
+    places = (folder.with_name(folder.name + ".partial"), folder)
+    return any(
+        any((place / name).glob(pattern))
+        for place in places
+        for name, pattern in ((PROGRESS, "*.safetensors"), ("checkpoints", "*"))
+    )
+
+
+def _how_to_take_up(folder: Path) -> str:
+    """The end of a sentence; nothing where nothing is left to be taken up."""
+    if not _progress(folder):
+        return ""
+    return f"; the same command with --resume --out {folder} goes on from there"
 
 
 def _same_folder(a: Path, b: Path) -> bool:
@@ -395,7 +450,7 @@ def _command(name: str, groups: list[Any]) -> str:
     for group in groups:
         for field in fields(group):
             value, option = getattr(group, field.name), "--" + field.name.replace("_", "-")
-            if value == field.default or field.name in ("progress", "resume"):
+            if value == field.default or field.name in NO_MATTER:
                 continue
             if isinstance(value, tuple):
                 words += [word for item in value for word in (option, str(item))]

@@ -22,6 +22,8 @@ from interp.errors import UsageError
 
 Config = TypeVar("Config")
 _RUN = Parameter(group="Run")
+NO_MATTER = ("progress", "resume", "checkpoint_every")
+"""Options that change no number."""
 
 
 def _must(ok: bool, option: str, expected: str, value: Any) -> None:
@@ -211,13 +213,18 @@ class RunOptions(_Options):
     seed: Annotated[int, _RUN] = 0
     """Of the sample, random orders and donors, 0 or more."""
     batch_size: Annotated[int | Literal["auto"], _RUN] = "auto"
-    """Documents per pass, 1 or more; changes no number."""
+    """Documents per pass, 1 or more; halved where memory runs out. Changes no number."""
     progress: Annotated[bool, Parameter(group="Run", negative="--no-progress")] = True
     """Progress bars on stderr."""
+    checkpoint_every: Annotated[int, _RUN] = 60
+    """Seconds between saves of progress, in OUT.partial (4 GB at most), 0 or more."""
+    resume: Annotated[bool, _RUN] = False
+    """Take up the unfinished run of --out, from where it was last saved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.seed >= 0, "seed", "0 or more", self.seed)
+        _must(self.checkpoint_every >= 0, "checkpoint-every", "0 or more", self.checkpoint_every)
         ok = self.batch_size == "auto" or int(self.batch_size) >= 1
         _must(ok, "batch-size", "1 or more, or auto", self.batch_size)
 
@@ -423,10 +430,6 @@ class SuperpositionConfig(RunOptions):
     """Folder to keep activations in, for further runs; the size is stated and capped."""
     concepts: Annotated[bool, Parameter(negative="--no-concepts")] = True
     """Score what features tell (words, shapes, topics), and what neurons are made of."""
-    checkpoint_every: int = 60
-    """Seconds between checkpoints of the training, 0 or more."""
-    resume: bool = False
-    """Take up the unfinished run of --out, from its last checkpoint."""
     toy: bool = False
     """The toy model of superposition instead, where the truth is known; needs no model."""
     toy_steps: int = 1200
@@ -449,13 +452,13 @@ class SuperpositionConfig(RunOptions):
         _must(len(set(self.width)) == len(self.width), "width", "given once each", self.width)
         least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
         least |= {"toy_steps": 10}
-        for name, low in (least | {"loss_documents": 0, "checkpoint_every": 0}).items():
+        for name, low in (least | {"loss_documents": 0}).items():
             value = getattr(self, name)
             _must(value >= low, name.replace("_", "-"), f"{low} or more", value)
         _must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)
         ok = self.sparsity is None or 0 <= self.sparsity < float("inf")
         _must(ok, "sparsity", "0 or more", self.sparsity)
-        own = {f.name for f in fields(RunOptions)} | {"toy", "toy_steps"}
+        own = {f.name for f in fields(RunOptions)} - {"resume"} | {"toy", "toy_steps"}
         for field in fields(self) if self.toy else ():
             value = getattr(self, field.name)
             ok = field.name in own or value == field.default

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from interp import assets, checkpoint
+from interp import assets, checkpoint, locks
 from interp.errors import InterpError
 
 log = logging.getLogger("interp")
@@ -40,24 +40,28 @@ def folder_of(path: Path) -> tuple[Path, list[str]]:
     except OSError as error:
         raise InterpError(f"{path} cannot be read: {error.strerror or error}.") from error
     folder = assets.cache_dir() / "models" / digest[:24]
-    if (folder / NOTICES_FILE).exists():
-        try:
-            checkpoint.check_weights(folder, path.name, False)
-            return folder, json.loads((folder / NOTICES_FILE).read_text())["notices"]
-        except (InterpError, ValueError, KeyError, TypeError):
-            log.info("The dequantised copy in %s is damaged: making it again.", folder)
-    log.info("Dequantising %s, once (under a minute) ...", path.name)
+    notices = _notices_of(folder, path.name)
+    if notices is not None:
+        return folder, notices
     part = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    lock = assets.cache_dir() / "locks" / folder.name
     try:
-        part.mkdir(parents=True, exist_ok=True)
-        notices = _convert(path, part)
-        (part / NOTICES_FILE).write_text(json.dumps({"from": path.name, "notices": notices}))
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            part.rename(folder)
-        except OSError:  # another process was faster with the same content
-            if not (folder / NOTICES_FILE).exists():
-                raise
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        # One process makes it; others that want it at the same time wait, and find it made.
+        with locks.exclusive(lock, wait=True):
+            notices = _notices_of(folder, path.name)
+            if notices is None:
+                if folder.exists():
+                    log.info("The dequantised copy in %s is damaged: making it again.", folder)
+                log.info("Dequantising %s, once (under a minute) ...", path.name)
+                part.mkdir(parents=True, exist_ok=True)
+                notices = _convert(path, part)
+                about = json.dumps({"from": path.name, "notices": notices})
+                (part / NOTICES_FILE).write_text(about)
+                # Without locks another may have been faster, and may be reading it.
+                if _notices_of(folder, path.name) is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    part.rename(folder)
     except InterpError:
         raise
     except OSError as error:
@@ -73,6 +77,15 @@ def folder_of(path: Path) -> tuple[Path, list[str]]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder, notices
+
+
+def _notices_of(folder: Path, name: str) -> list[str] | None:
+    """What there is to say of a dequantised copy; None where there is no whole one."""
+    try:
+        checkpoint.check_weights(folder, name, False)
+        return json.loads((folder / NOTICES_FILE).read_text())["notices"]
+    except (InterpError, OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _convert(path: Path, folder: Path) -> list[str]:
@@ -108,7 +121,9 @@ def _convert(path: Path, folder: Path) -> list[str]:
         loaded.save_pretrained(folder)
         pre = str(fields.get("tokenizer.ggml.pre", "default"))
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
             return [f"No tokenizer could be made from {path.name}: {checkpoint.first_line(error)}"]
         tokenizer.save_pretrained(folder)

@@ -7,11 +7,13 @@ folder. Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from interp.errors import InterpError
@@ -67,14 +69,34 @@ def reachable(timeout: float = PROBE_SECONDS) -> bool:
     return bool(answer and answer[0])
 
 
+@contextlib.contextmanager
+def asked_if_reachable() -> Iterator[None]:
+    """Within, libraries that fetch by themselves use the cache alone where no hub answers."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not reachable()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that a checkpoint folder holds, or should hold by its index.
 
     Raises:
+        InterpError: the index leads out of the folder.
         ValueError, KeyError, AttributeError, TypeError: the index is damaged, or missing.
     """
     if (folder / INDEX).exists() and not (folder / "model.safetensors").exists():
         shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        for shard in shards:
+            if Path(shard).name != shard or shard == ".." or "\\" in shard:
+                raise InterpError(
+                    f"{str(folder / INDEX)!r} names {shard!r}, which is no file of its own "
+                    "folder: it is not read."
+                )
         return [folder / shard for shard in sorted(shards)]
     files = sorted(folder.glob("*.safetensors"))
     if any(re.search(r"-\d+-of-\d+$", file.stem) for file in files):

@@ -133,7 +133,7 @@ def load_pruned(folder: str | os.PathLike[str], **options: Any) -> Any:
     path = Path(folder).expanduser()
     if not (path / "config.json").is_file():
         raise InterpError(f"{str(path)!r} holds no config.json, so it is not a checkpoint folder.")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if of_config(config) is None:
         raise InterpError(
             f"{str(path)!r} is not a checkpoint that interp pruned (its config has no {KEY!r}): "

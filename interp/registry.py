@@ -32,8 +32,6 @@ class Analyzer:
     # needs no text either: the function gets None for both.
     models: type[ModelOptions] = ModelOptions
     texts: type[TextOptions] = TextOptions  # its defaults are this command's
-    # The function keeps checkpoints (`out`, the run's folder) and its config has `resume`.
-    resumes: bool = False
 
 
 ANALYZERS = {
@@ -65,6 +63,5 @@ ANALYZERS = {
         "probes.run:superposition",
         "Which features does a sparse autoencoder find in an MLP's output, and how good is it?",
         texts=JudgedTextOptions,
-        resumes=True,
     ),
 }

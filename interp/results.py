@@ -24,6 +24,7 @@ import platform
 import re
 import secrets
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,11 @@ REPORT_MODULE = "interp.report"
 RESULT_FILE = "result.json"
 TENSOR_FILE = "tensors.safetensors"
 PAGE_FILE = "report.html"
+PROGRESS = "progress"
+"""Folder of what an unfinished run can be taken up from (`journal`)."""
+
+ROOM = 2**26
+"""Bytes of free disk below which no run is begun."""
 
 _PACKAGES = {
     "interp": "interp",
@@ -332,6 +338,8 @@ class Result:
                 _write_file(partial / name, value)
             (partial / PAGE_FILE).write_text(page, encoding="utf-8")
             move_into_place(partial, target)
+        if self.complete:  # only now: until the tables are there, they can be made again from it
+            shutil.rmtree(target / PROGRESS, ignore_errors=True)
         return target
 
     def _page(self) -> str:
@@ -406,16 +414,20 @@ def check_folder(
             raise InterpError(f"cannot make {path}: {parent} is a file, not a folder.")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise InterpError(f"cannot make {path}: no permission to write in {parent}.")
+        if (free := shutil.disk_usage(parent).free) < ROOM:
+            raise InterpError(
+                f"cannot make {path}: {free / 1e6:.0f} MB of disk are free there; make room, or "
+                f"choose another {option}."
+            )
+        with tempfile.TemporaryFile(dir=parent) as probe:  # a quota, a read-only file system
+            probe.write(bytes(2**16))
     except (OSError, ValueError) as error:
         raise InterpError(f"cannot make {str(folder)!r}: {_reason(error)}.") from error
     return path
 
 
-def reopen(folder: str | os.PathLike[str]) -> Path:
-    """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
-
-    Returns:
-        The folder with the run's checkpoints: `<folder>.partial`.
+def unfinished(folder: str | os.PathLike[str]) -> Path:
+    """Where an unfinished run lies: as `<folder>.partial`, or saved as incomplete in `folder`.
 
     Raises:
         InterpError: there is none, or the run is complete.
@@ -430,7 +442,22 @@ def reopen(folder: str | os.PathLike[str]) -> Path:
         raise InterpError(f"{path} holds a complete run: there is nothing to take up.")
     if partial.exists():
         raise InterpError(f"both {path} and {partial} exist; remove the one not to take up.")
-    os.rename(path, partial)
+    return path
+
+
+def reopen(folder: str | os.PathLike[str]) -> Path:
+    """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
+
+    Returns:
+        The folder with the run's checkpoints: `<folder>.partial`.
+
+    Raises:
+        InterpError: see `unfinished`.
+    """
+    path = Path(folder).expanduser()
+    partial = path.with_name(path.name + ".partial")
+    if unfinished(path) != partial:
+        os.rename(path, partial)
     return partial
 
 

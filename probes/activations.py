@@ -303,7 +303,8 @@ class Cache:
             self._expect_room()
             self.done = self._done(what)
             if self.done == 0:
-                with self.file.open("wb") as file:
+                # Another process may have begun to fill it: what is there stays.
+                with self.file.open("ab") as file:
                     file.truncate(self.bytes)
                 self.what = what
                 self._say(0)
@@ -333,7 +334,7 @@ class Cache:
         return int(found["done"]) if whole and found["what"] == what else 0
 
     def _say(self, done: int) -> None:
-        new = self.state.with_suffix(".new")
+        new = self.state.with_suffix(f".{os.getpid()}.new")
         new.write_text(json.dumps({"what": self.what, "done": done}), encoding="utf-8")
         os.replace(new, self.state)
         self.done = done
@@ -350,14 +351,3 @@ class Cache:
         self.map[start:stop] = values
         self.map.flush()
         self._say(stop)
-
-
-def fingerprint(model: Model) -> str:
-    """A digest of a sample of every weight: another checkpoint, or a permuted one, has another."""
-    digest = hashlib.sha256()
-    for name, weight in model.bridge.original_model.named_parameters():
-        flat = weight.detach().flatten()
-        step = max(1, flat.numel() // 256)
-        some = flat[::step][:257].float().cpu().numpy()
-        digest.update(name.encode() + some.tobytes())
-    return digest.hexdigest()

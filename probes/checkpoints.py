@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interp.errors import InterpError
+from interp.journal import expect_same
 from probes.training import Job
 
 
@@ -60,7 +60,7 @@ class Checkpoints:
             state = _read_json(folder / "state.json")
             if state is None:
                 continue
-            self._expect_same(state["what"])
+            expect_same(state["what"], json.loads(json.dumps(dict(self.what))))
             for i, job in enumerate(jobs):
                 job.load(folder / str(i), state["logs"][i])
             return int(state["block"])
@@ -70,22 +70,6 @@ class Checkpoints:
         if self.folder is None or not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if p.is_dir() and p.name.isdigit())
-
-    def _expect_same(self, what: Mapping[str, Any]) -> None:
-        names = [n for n in {**what, **self.what} if what.get(n) != self.what.get(n)]
-        if names:
-            told = ", ".join(
-                f"{n} was {_short(what.get(n))} and is {_short(self.what.get(n))}" for n in names
-            )
-            raise InterpError(
-                f"The run to take up is another one: {told}. Give the same options, or choose "
-                "another --out."
-            )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _write_json(file: Path, value: Any) -> None:

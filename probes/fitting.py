@@ -13,10 +13,11 @@ from torch import Tensor
 
 from interp.config import SuperpositionConfig
 from interp.errors import InterpError, UsageError
+from interp.journal import fingerprint
 from interp.model import Model
 from interp.progress import track
 from interp.text import Text
-from probes import activations, loading, training
+from probes import loading, training
 from probes.activations import Cache, Stream, Windows
 from probes.baselines import Calibration
 from probes.checkpoints import Checkpoints
@@ -96,7 +97,7 @@ class Fitting:
         """All that the activations depend on."""
         return {
             "model": self.model.name,
-            "weights": activations.fingerprint(self.model),
+            "weights": fingerprint(self.model),
             "dtype": str(self.model.dtype),
             "device": str(self.model.device.type),
             "layer": self.layer,

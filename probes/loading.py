@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from interp import hooks
+from interp import hooks, hub
 from interp.checkpoint import first_line
 from interp.errors import InterpError, UsageError
 from interp.model import Model
@@ -61,7 +61,8 @@ def _from_registry(named: str, model: Model) -> Any:
             f"--sae {named} is no folder, and no RELEASE/ID of SAELens' registry "
             "(gpt2-small-mlp-tm/blocks.6.hook_mlp_out)."
         )
-    sae = SAE.from_pretrained(release, sae_id, device=str(model.device))
+    with hub.asked_if_reachable():
+        sae = SAE.from_pretrained(release, sae_id, device=str(model.device))
     sae.requires_grad_(False)
     return sae.eval()
 

@@ -123,6 +123,8 @@ class Run:
         hooks.site(model, activations.SITE, self.layer)
         self.has_neurons = self._has_neurons()
         partial = None if out is None else Path(out).with_name(Path(out).name + ".partial")
+        if out is not None and config.resume:
+            partial = results.reopen(out)
         self.checkpoints = None if partial is None else partial / CHECKPOINTS
         if self.checkpoints is not None and not config.resume:
             shutil.rmtree(self.checkpoints, ignore_errors=True)

@@ -281,15 +281,15 @@ def test_interrupted_again_while_saving(heads, monkeypatch, overwrite):
     status, out, err = heads("--exact", "--out", "r", *more)
     assert (status, out) == (130, "")  # stopped there and then
     assert "Traceback" not in err
-    assert not os.path.exists("r.partial")
+    assert os.listdir("r.partial") == [results.PROGRESS]
     last = err.splitlines()[-1]
+    go_on = "; the same command with --resume --out r goes on from there."
     if overwrite:
-        assert last == (
-            "interp: interrupted; nothing of this run was saved, r still holds the earlier one."
-        )
+        what = "nothing of this run was saved, r still holds the earlier one"
+        assert last == f"interp: interrupted; {what}{go_on}"
         assert load_result("r").complete
     else:
-        assert last == "interp: interrupted; nothing was saved."
+        assert last == f"interp: interrupted; nothing was saved{go_on}"
         assert not os.path.exists("r")
 
 
@@ -307,8 +307,9 @@ def test_interrupted_when_all_is_on_disk(heads, monkeypatch, when, complete):
         monkeypatch.setattr(splice, "run_edited", after(5, splice.run_edited, raises))
     status, out, err = heads("--exact", "--out", "r")
     assert (status, out) == (130, "")
-    what = "the run" if complete else "what was measured"
-    assert err.splitlines()[-1] == f"interp: interrupted; {what} is saved in r."
+    what = "the run is saved in r." if complete else "what was measured is saved in r; the same "
+    assert err.splitlines()[-1].startswith(f"interp: interrupted; {what}")
+    assert (Path("r") / results.PROGRESS).exists() is not complete
     assert load_result("r").complete is complete
 
 
@@ -338,7 +339,7 @@ def test_sigterm_at_once_and_again(heads, monkeypatch):
     assert (status, out) == (143, "")
     assert "nothing was saved" in err
     assert not os.path.exists("r")
-    assert not os.path.exists("r.partial")
+    assert os.listdir("r.partial") == [results.PROGRESS]
 
 
 def test_one_sigterm_that_arrives_twice(heads, monkeypatch):

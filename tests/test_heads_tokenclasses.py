@@ -89,9 +89,9 @@ def test_windows_of_a_document_add_up():
     scores = interp_scores([1.0, 2.0, 3.0])
     batch = batch_of([[5, 6, 5, 6]])
     made.start(batch, scores)
-    made.add(0, interp_scores([1.5, 2.0, 7.0]))
+    made.add(0, made.of(interp_scores([1.5, 2.0, 7.0])))
     made.start(batch, scores)
-    made.add(0, interp_scores([1.5, 2.0, 3.0]))
+    made.add(0, made.of(interp_scores([1.5, 2.0, 3.0])))
     # 6 is new, 5 repeats after another token, 6 repeats after the same one; two windows.
     assert made.counts[:, 0].tolist() == [2, 2, 2, 6, 0, 0]
     np.testing.assert_allclose(made.delta(0), [[0.5]])

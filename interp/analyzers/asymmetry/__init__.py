@@ -18,11 +18,12 @@ which was not trained so.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from interp import hooks, results, scores
+from interp import hooks, journal, results, scores
 from interp.analyzers.asymmetry import example, ontext, symmetrise, tables, weights
 from interp.config import AsymmetryConfig, with_options
 from interp.errors import InterpError, UsageError
@@ -39,6 +40,8 @@ def asymmetry(
     text: Text | None = None,
     config: AsymmetryConfig | None = None,
     /,
+    *,
+    out: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Result:
     """Measure how symmetric every head's query-key form is.
@@ -49,6 +52,7 @@ def asymmetry(
             a checkpoint column, and no more than one model in memory.
         text: from `load_text`; needed with activations or symmetrise, else not looked at.
         config: all options at once, or
+        out: the run's folder; progress is saved in `<out>.partial`. None: nowhere.
         **options: fields of `AsymmetryConfig` by name (`activations=True, ...`).
 
     Returns:
@@ -69,16 +73,13 @@ def asymmetry(
         raise UsageError("activations and symmetrise need a text: pass one from load_text.")
     if config.needs_text:
         expect_text(text)
-    run = Run(model, text if config.needs_text else None, config)
-    try:
-        with model.measuring():
-            run.measure()
-    except KeyboardInterrupt:
-        if run.weights is None:
-            raise
-        run.complete = False
-        run.notices.append("Interrupted: only what was measured until then is here.")
-    return tables.assemble(run)
+    measured = journal.measured(
+        "asymmetry",
+        lambda: Run(model, text if config.needs_text else None, config),
+        lambda run: run.weights is not None,
+        out=out,
+    )
+    return tables.assemble(measured)
 
 
 class Run:
@@ -175,6 +176,8 @@ class Run:
 
 def _over_training(models: Iterable[Model | tuple[str, Model]], config: AsymmetryConfig) -> Result:
     """Weights of several checkpoints, each let go before the next is loaded."""
+    if config.resume:
+        raise UsageError("Several checkpoints take no long: there is nothing to take up.")
     if config.needs_text:
         raise UsageError(
             "Several checkpoints are compared by their weights: leave out --activations and "

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import scores, splice
+from interp import journal, scores, splice
 from interp.analyzers.asymmetry import pairs
 from interp.model import Model
-from interp.progress import batches, track
+from interp.progress import track
 from interp.scores import Attention, Form
 from interp.text import Text
 
@@ -64,7 +64,9 @@ def measure(
     rows = _Rows(text, out, kinds)
     bar = track(len(text), "scores on text", progress)
     try:
-        for batch in batches(model, text, batch_size):
+        stage = journal.stage("scores on text")
+        state = {"spread": spread, "rows": rows}
+        for batch in stage.fold(stage.batches(model, text, batch_size), state):
             found: dict[int, Tensor] = {}
 
             def look(a: Attention, included: Any = batch.included, found: Any = found) -> None:

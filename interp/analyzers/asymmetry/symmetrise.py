@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import interventions, scores, splice
+from interp import interventions, journal, scores, splice
 from interp.encoding import Document
 from interp.errors import InterpError
 from interp.model import Model
-from interp.progress import batch_rows, track
+from interp.progress import track
 from interp.scores import Attention, Form
 from interp.text import Text, TokenBatch
 
@@ -187,17 +187,25 @@ def measure(
     total = _Sums(text)
     bar = track(len(text) * (len(VARIANTS) + len(PER_HEAD) * len(every)), what, progress)
     rotary = any(f.rotary for f in forms)
+    stage = journal.stage(what)
+    plan = [(variant, layer, head) for variant in PER_HEAD for layer, head in every]
+    variants = list(VARIANTS)
     try:
-        for batch in text.batches(batch_rows(model, text, batch_size), model.device):
+        for batch in stage.batches(model, text, batch_size):
             began = time.perf_counter()
             one = _OneBatch(model, text, batch, forms, seed)
             total.add("clean", batch, one.clean.scores.loss)
-            for variant in VARIANTS:
-                same = not rotary and variant.startswith(
-                    "literal"
-                )  # is the swap then: not run again
-                name = variant.replace("literal", "swap") if same else variant
-                total.add(variant, batch, one.together(name))
+
+            def together(i: int, one: _OneBatch = one) -> journal.Values:
+                same = not rotary and variants[i].startswith("literal")  # is the swap then
+                name = variants[i].replace("literal", "swap") if same else variants[i]
+                return {"loss": one.together(name)}
+
+            def single(i: int, one: _OneBatch = one) -> journal.Values:
+                return {"loss": one.single(*plan[i], from_start)}
+
+            for variant, found in zip(variants, stage.each(len(variants), together), strict=True):
+                total.add(variant, batch, torch.from_numpy(found["loss"]))
                 bar.update(len(set(batch.rows.tolist())))
             if announce is not None:
                 each = (time.perf_counter() - began) / (len(VARIANTS) + 1)
@@ -205,11 +213,9 @@ def measure(
                 # A run from the middle takes half of one from the start, on average.
                 announce(rows * each * (len(VARIANTS) + 1 + len(PER_HEAD) * len(every) * 0.6))
                 announce = None
-            for variant in PER_HEAD:
-                for layer, head in every:
-                    loss = one.single(variant, layer, head, from_start)
-                    total.add((variant, layer, head), batch, loss)
-                    bar.update(len(set(batch.rows.tolist())))
+            for key, found in zip(plan, stage.each(len(plan), single), strict=True):
+                total.add(key, batch, torch.from_numpy(found["loss"]))
+                bar.update(len(set(batch.rows.tolist())))
             total.close(batch)
     finally:
         bar.close()

@@ -20,6 +20,8 @@ the contrary.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from interp import hooks, memory, results, scores
+from interp import hooks, journal, memory, results, scores
 from interp.analyzers.ffn_keys import answers, coefficients, kinds, tables
 from interp.analyzers.ffn_keys.kinds import Kinds
 from interp.analyzers.ffn_keys.reading import Reader, next_frequency
@@ -46,7 +48,13 @@ DEPTHS = (0.1, 0.5, 0.9)
 
 
 def ffn_keys(
-    model: Model, text: Text | None = None, config: FfnKeysConfig | None = None, /, **options: Any
+    model: Model,
+    text: Text | None = None,
+    config: FfnKeysConfig | None = None,
+    /,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    **options: Any,
 ) -> Result:
     """Find every key's triggers, and read its value.
 
@@ -55,6 +63,7 @@ def ffn_keys(
         text: from `load_text`, tokenised for the same model; 1,000 documents or more. Not looked
             at where only a prompt is asked about.
         config: all options at once, or
+        out: the run's folder; progress is saved in `<out>.partial`. None: nowhere.
         **options: fields of `FfnKeysConfig` by name (`layer=(6,), top=50, ...`).
 
     Returns:
@@ -74,16 +83,13 @@ def ffn_keys(
         return answers.prompt_alone(model, config)
     if text is None:
         raise UsageError("ffn_keys needs a text for the keys' triggers: pass one from load_text.")
-    run = Run(model, text, config)
-    try:
-        with model.measuring():
-            run.measure()
-    except KeyboardInterrupt:
-        if not any(one.documents for one in run.found.values()):
-            raise
-        run.complete = False
-        run.notices.append("Interrupted: only what was measured until then is here.")
-    return tables.assemble(run)
+    measured = journal.measured(
+        "ffn-keys",
+        lambda: Run(model, text, config),
+        lambda run: any(one.documents for one in run.found.values()),
+        out=out,
+    )
+    return tables.assemble(measured)
 
 
 def chosen_layers(config: FfnKeysConfig, n_layers: int) -> list[int]:
@@ -199,6 +205,7 @@ class Run:
             self.config.batch_size,
             pre=pre,
             progress=self.config.progress,
+            state={"found": self.found, "collected": self.collected},
         )
 
     def _see(self, layer: int) -> Callable[[Tensor, TokenBatch], None]:
@@ -223,7 +230,11 @@ class Run:
                 sign: self.reader.next_of_first(self.top[layer, sign]) for sign in self.signs
             }
             for basis in vocabulary.bases:
-                found = vocabulary.read(own, self.keys, basis, following[1], following.get(-1))
+                read = functools.partial(
+                    vocabulary.read, own, self.keys, basis, following[1], following.get(-1)
+                )
+                stage = journal.stage(f"values of layer {layer}, {basis}")
+                found = Spoken(**stage.once(lambda read=read: vars(read())))
                 rng = np.random.default_rng([self.config.seed, layer])
                 self.spoken[layer, basis] = found
                 self.agreed[layer, basis] = agreement(found.top[:, 0], following[1], frequency, rng)

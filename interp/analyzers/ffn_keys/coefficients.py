@@ -15,10 +15,10 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from interp import hooks, scores
+from interp import hooks, journal, scores
 from interp.errors import InterpError
 from interp.model import Model
-from interp.progress import batches, track
+from interp.progress import track
 from interp.text import Text, TokenBatch
 
 CHECK_DOCUMENTS = 2
@@ -125,6 +125,7 @@ def stream(
     pre: Mapping[int, Callable[[Tensor, TokenBatch], None]] | None = None,
     progress: bool = False,
     what: str = "FFN keys",
+    state: Mapping[str, Any] | None = None,
 ) -> int:
     """One pass over a text for all layers asked, each layer's coefficients seen as they arise.
 
@@ -138,6 +139,7 @@ def stream(
         pre: the same of pre-activations.
         progress: a bar on stderr.
         what: its name.
+        state: what the functions add up; None: it cannot be saved half way.
 
     Returns:
         Rows that went through.
@@ -145,7 +147,9 @@ def stream(
     bar = track(sum(len(d.windows) for d in text.documents), what, progress)
     rows = 0
     try:
-        for batch in batches(model, text, batch_size):
+        stage = journal.stage(what)
+        made = stage.batches(model, text, batch_size)
+        for batch in made if state is None else stage.fold(made, state):
             given = [
                 {layer: _with(function, batch) for layer, function in (mapping or {}).items()}
                 for mapping in (use, pre)

@@ -31,11 +31,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from interp import hooks
+from interp import hooks, journal
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.lens import Lens
 from interp.analyzers.ffn_keys.patterns import Positions
-from interp.analyzers.ffn_keys.prefixes import by_length, rows_of
+from interp.analyzers.ffn_keys.prefixes import batches_of, rows_of
 from interp.model import Model
 from interp.progress import track
 
@@ -174,7 +174,9 @@ def measure(
     runs = [at.ids[s : places[e - 1] + 1] for s, e in zip(starts, ends, strict=True)]
     bar = track(n, "mixture", progress)
     try:
-        for chosen in by_length([len(r) for r in runs], model, batch_tokens):
+        stage = journal.stage("mixture")
+        batches = batches_of(stage, [len(r) for r in runs], model, batch_tokens)
+        for chosen in stage.fold(batches, {"layers": layers}):
             index = np.concatenate([np.arange(int(begins[i]), int(ends[i])) for i in chosen])
             row = np.concatenate([np.full(ends[i] - begins[i], r) for r, i in enumerate(chosen)])
             where = torch.from_numpy(row), torch.from_numpy(places[index] - at.start[places[index]])

@@ -26,9 +26,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from interp import journal
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.patterns import Positions
-from interp.analyzers.ffn_keys.prefixes import by_length, rows_of
+from interp.analyzers.ffn_keys.prefixes import batches_of, rows_of
 from interp.model import Model
 from interp.progress import track
 
@@ -157,7 +158,9 @@ def measure(
     reads = {name: _Reads.of(one, made) for name, one in asked.items()}
     bar = track(len(made.runs), "mutated prefixes", progress)
     try:
-        for chosen in by_length([len(r) for r in made.runs], model, batch_tokens):
+        stage = journal.stage("mutated prefixes")
+        batches = batches_of(stage, [len(r) for r in made.runs], model, batch_tokens)
+        for chosen in stage.fold(batches, {"out": out}):
             slot = np.full(len(made.runs), -1)
             slot[chosen] = np.arange(len(chosen))
             _read(model, [made.runs[i] for i in chosen], asked, reads, slot, out)

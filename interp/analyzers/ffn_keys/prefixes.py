@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from interp.journal import Stage
 from interp.model import Model
 from interp.progress import BATCH_TOKENS
 from interp.text import PAD, TokenBatch
@@ -21,6 +22,16 @@ def rows_of(runs: Sequence[np.ndarray]) -> TokenBatch:
     mask = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
     number = torch.arange(len(runs))
     return TokenBatch(tokens, mask, mask, number, torch.zeros_like(number))
+
+
+def batches_of(
+    stage: Stage, lengths: Sequence[int], model: Model, tokens: int | None = None
+) -> list[np.ndarray]:
+    """As `by_length`, with batches of the stage's size."""
+    longest = max(lengths, default=1)
+    wanted = tokens or BATCH_TOKENS.get(model.device.type, 2048)
+    size = stage.size(max(wanted, longest), longest * len(lengths), longest, "tokens")
+    return by_length(lengths, model, size)
 
 
 def by_length(lengths: Sequence[int], model: Model, tokens: int | None = None) -> list[np.ndarray]:

@@ -21,12 +21,13 @@ text and this context length.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
 import numpy as np
 
-from interp import hooks, results
+from interp import hooks, journal, results
 from interp.analyzers.heads import (
     circuits,
     curve,
@@ -60,6 +61,7 @@ def heads(
     *,
     overwrite: bool = False,
     command: str | None = None,
+    out: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Result:
     """Measure head importance, exact removal effects and the pruning curve; cut heads out.
@@ -71,6 +73,7 @@ def heads(
         **options: fields of `HeadsConfig` by name (`prune=True, exact=True, ...`).
         overwrite: with export, replace a checkpoint that was exported there before.
         command: with export, the command line that the model card shows.
+        out: the run's folder; progress is saved in `<out>.partial`. None: nowhere.
 
     Returns:
         A Result with table `heads` (one row per query head) and, with prune, `prune` and `refine`,
@@ -94,18 +97,19 @@ def heads(
         )
     if config.export is not None:
         export.refuse_early(model, config, overwrite)
-    run = _Run(model, text, config)
-    try:
-        with model.measuring():
-            run.measure()
-            if config.export is not None:
-                run.cut_out(overwrite, command)
-    except KeyboardInterrupt:
-        if run.gradients is None:
-            raise
-        run.complete = False
-        run.notices.append("Interrupted: only what was measured until then is here.")
-    return run.result()
+
+    def work(run: _Run) -> None:
+        run.measure()
+        if config.export is not None:
+            run.cut_out(overwrite, command)
+
+    return journal.measured(
+        "heads",
+        lambda: _Run(model, text, config),
+        lambda run: run.gradients is not None,
+        out=out,
+        work=work,
+    ).result()
 
 
 def _without_effect(model: Model, config: HeadsConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp import checkpoint, interventions, pruned
+from interp import checkpoint, hub, interventions, pruned
 from interp.config import HeadsConfig, head_list
 from interp.errors import InterpError
 from interp.interventions import Head
@@ -147,7 +147,7 @@ def load(model: Model, folder: Path) -> Any:
     from transformers import AutoConfig
 
     with checkpoint.quiet():
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         loaded = pruned.model_class(config).from_pretrained(
             folder, config=config, dtype=model.dtype, local_files_only=True
         )
@@ -162,7 +162,9 @@ def load(model: Model, folder: Path) -> Any:
 def _write(
     model: Model, pruning: Pruning, heads: Sequence[Head], means: Tensor | None, folder: Path
 ) -> None:
-    hf_model, tokenizer, _ = checkpoint.load(model.folder, model.name, "auto", allow_pickle=True)
+    # Pickles were allowed when this model was loaded, or there are none to load.
+    pickled = not hub.weight_files(model.folder)
+    hf_model, tokenizer, _ = checkpoint.load(model.folder, model.name, "auto", pickled)
     with checkpoint.quiet():
         if means is not None:
             pruned.compensate(hf_model, _biases(model, heads, means))

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from interp import hooks, interventions, splice
+from interp import hooks, interventions, journal, splice
 from interp.interventions import Head
 from interp.model import Model
-from interp.progress import batches, track
+from interp.progress import track
 from interp.scores import wide
 from interp.text import Text, TokenBatch
 
@@ -70,8 +70,11 @@ def gradients(
     several = {i for i, d in enumerate(text.documents) if len(d.windows) > 1}
     z_own = {i: torch.zeros_like(z_sum) for i in several}
     edits = interventions.removals(removed)
+    stage = journal.stage(what)
+    sums = {"loss": loss, "xi": xi, "token": token, "included": included}
+    sums |= {"z_sum": z_sum, "z_own": z_own}
     bar = track(n_docs, what, progress)
-    for batch in batches(model, text, batch_size, graph=True):
+    for batch in stage.fold(stage.batches(model, text, batch_size, graph=True), sums):
         rows = batch.rows.cpu().numpy()
         z, g = _backward(model, batch, edits, counts[rows])
         np.add.at(loss, rows, z.loss / counts[rows])

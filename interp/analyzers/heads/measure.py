@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from interp import interventions, splice
+from interp import interventions, journal, splice
 from interp.analyzers.heads.importance import BatchSize, Gradients, predicted_counts
 from interp.analyzers.heads.standins import Donors, Removal, StandIns
 from interp.analyzers.heads.tokenclasses import ByClass
 from interp.model import Model
-from interp.progress import batch_rows, track
+from interp.progress import track
 from interp.text import Text
 
 # Removals whose sums stay on the device before they are read: reading one waits for the device.
@@ -77,14 +76,14 @@ def sweep(
     """
     n_docs = len(text)
     out = into or empty_sweep(n_docs, len(removals), kl)
-    rows_per_batch = batch_rows(model, text, batch_size)
+    stage = journal.stage(what)
     donors = Donors(model, text, seed) if any(r.mode == "resample" for r in removals) else None
     from_start = not splice.usable(model, text)
     bar = track(len(removals) * n_docs, what, progress)
     loss = _ByDocument(text, out.loss)
     diverged = _ByDocument(text, out.kl) if out.kl is not None else None
     base = _ByDocument(text, out.clean[:, None])
-    for batch in text.batches(rows_per_batch, model.device):
+    for batch in stage.batches(model, text, batch_size):
         rows = batch.rows.cpu().numpy()
         clean = splice.run_clean(model, batch, kl=kl)
         splice.check_finite(clean.scores.loss, "loss")
@@ -92,26 +91,26 @@ def sweep(
         if classes is not None:
             classes.start(batch, clean.scores)
         source = StandIns(model, clean, means, donors)
-        runs = (
-            splice.run_edited(model, clean, source.edits(r), from_start=from_start)
-            for r in removals
-        )
-        for i, scores in enumerate(_held(runs, FLUSH.get(model.device.type, 1))):
-            splice.check_finite(scores.loss, f"loss without {_named(removals[i])}")
-            finished = loss.add(i, rows, scores.loss)
+
+        def run(i: int, clean: splice.Clean = clean, source: StandIns = source) -> journal.Values:
+            edits = source.edits(removals[i])
+            scores = splice.run_edited(model, clean, edits, from_start=from_start)
+            by_class = None if classes is None else classes.of(scores)
+            return {"loss": scores.loss, "kl": scores.kl, "classes": by_class}
+
+        ahead = FLUSH.get(model.device.type, 1)
+        for i, found in enumerate(stage.each(len(removals), run, ahead)):
+            sums = torch.from_numpy(found["loss"])
+            splice.check_finite(sums, f"loss without {_named(removals[i])}")
+            finished = loss.add(i, rows, sums)
             if classes is not None:
-                classes.add(i, scores)
+                classes.add(i, found["classes"])
             if diverged is not None:  # nothing removed, nothing diverges
-                diverged.add(i, rows, scores.loss * 0 if scores.kl is None else scores.kl)
+                kls = found.get("kl")
+                diverged.add(i, rows, sums * 0 if kls is None else torch.from_numpy(kls))
             bar.update(finished)
     bar.close()
     return out
-
-
-def _held(runs: Iterator[splice.Scores], count: int) -> Iterator[splice.Scores]:
-    """The same runs, `count` of them started before the first is handed on."""
-    while some := list(islice(runs, count)):
-        yield from some
 
 
 class _ByDocument:
@@ -149,7 +148,8 @@ class Growing:
         progress: bool = False,
     ) -> None:
         self.model, self.text, self.means, self.progress = model, text, means, progress
-        self.rows = batch_rows(model, text, batch_size)
+        self.stage = journal.stage("where orders cross")
+        self.rows = self.stage.rows(model, text, batch_size)
         self.single = sum(len(d.windows) for d in text.documents) <= self.rows
         self.ahead = 1 if self.single else 8
         self._clean: splice.Clean | None = None
@@ -182,19 +182,24 @@ class Growing:
                 self._clean = clean
             base.add(0, rows, clean.scores.loss)
             source = StandIns(self.model, clean, self.means, None)
-            last = self._last.get(id(order)) if self.single else None
-            for i, n in enumerate(counts):
+            if not self.single:
+                self._last.clear()
+
+            def run(i: int, clean: splice.Clean = clean, source: StandIns = source) -> Any:
+                n = counts[i]
                 edits = source.edits(order.removal(n))
-                if usable:
-                    last = (n, self._grown(clean, last, order, n, edits))
-                    sums = last[1].scores.loss
-                else:
-                    sums = splice.run_edited(self.model, clean, edits, from_start=True).loss
-                splice.check_finite(sums, f"loss without {_named(order.removal(n))}")
+                if not usable:
+                    scores = splice.run_edited(self.model, clean, edits, from_start=True)
+                    return {"loss": scores.loss}
+                grown = self._grown(clean, self._last.get(id(order)), order, n, edits)
+                self._last[id(order)] = n, grown
+                return {"loss": grown.scores.loss}
+
+            for i, found in enumerate(self.stage.each(len(counts), run)):
+                sums = torch.from_numpy(found["loss"])
+                splice.check_finite(sums, f"loss without {_named(order.removal(counts[i]))}")
                 loss.add(i, rows, sums)
                 self._bar.update(1)
-            if self.single and last is not None:
-                self._last[id(order)] = last
         return {n: out.delta[:, i] for i, n in enumerate(counts)}
 
     def _grown(
@@ -231,7 +236,7 @@ def time_of(
     model: Model, text: Text, removals: Sequence[Removal], batch_size: BatchSize, kl: bool
 ) -> float:
     """Expected seconds of a sweep, from the first batch at the first and the last layer."""
-    batch = next(iter(text.batches(batch_rows(model, text, batch_size), model.device)))
+    batch = next(journal.stage("timing").batches(model, text, batch_size))
     clean = splice.run_clean(model, batch, kl=kl)
     seconds = []
     for layer in (0, model.cfg.n_layers - 1):

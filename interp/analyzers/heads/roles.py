@@ -29,12 +29,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp import hooks, scores, stats
+from interp import hooks, journal, scores, stats
 from interp.analyzers.heads import importance
 from interp.encoding import Document
 from interp.errors import InterpError
 from interp.model import Model, untrained
-from interp.progress import batch_rows, track
+from interp.progress import track
 from interp.results import Column
 from interp.scores import wide
 from interp.text import Text
@@ -169,19 +169,26 @@ def on_repeated(model: Model, ids: Tensor, start: int, progress: bool) -> dict[s
     }
     shape = (len(ids), model.cfg.n_layers, model.cfg.n_heads)
     out = {name: np.full(shape, np.nan) for name in (*NAMED, "entropy")}
-    rows = max(1, 1024 // ids.shape[1])
-    bar = track(len(ids), "roles", progress)
-    for first in range(0, len(ids), rows):
-        tokens = ids[first : first + rows].to(model.device)
+    stage = journal.stage("roles")
+    rows = stage.size(max(1, 1024 // ids.shape[1]), len(ids))
+    starts = range(0, len(ids), rows)
+
+    def some(i: int) -> journal.Values:
+        tokens = ids[starts[i] : starts[i] + rows].to(model.device)
+        found = {name: np.zeros((len(tokens), *shape[1:])) for name in out}
         for layer, pattern in _patterns(model, tokens, torch.ones_like(tokens)):
             p = wide(pattern)[:, :, queries]
             for name, at in keys.items():
                 place = at.to(p.device)[None, None, :, None].expand(*p.shape[:3], 1)
-                out[name][first : first + rows, layer] = p.gather(-1, place).mean((-1, -2)).cpu()
-            out["entropy"][first : first + rows, layer] = (
-                torch.special.entr(p).sum(-1).mean(-1).cpu()
-            )
-        bar.update(len(tokens))
+                found[name][:, layer] = p.gather(-1, place).mean((-1, -2)).cpu()
+            found["entropy"][:, layer] = torch.special.entr(p).sum(-1).mean(-1).cpu()
+        return found
+
+    bar = track(len(ids), "roles", progress)
+    for first, found in zip(starts, stage.each(len(starts), some), strict=True):
+        for name, values in found.items():
+            out[name][first : first + rows] = values
+        bar.update(len(found["entropy"]))
     bar.close()
     return out
 
@@ -194,7 +201,9 @@ def on_text(model: Model, text: Text, batch_size: Any) -> dict[str, np.ndarray]:
     shape = (len(text), model.cfg.n_layers, model.cfg.n_heads)
     sums = {name: np.zeros(shape) for name in ON_TEXT}
     counts = np.zeros(len(text))
-    for batch in text.batches(batch_rows(model, text, batch_size), model.device):
+    stage = journal.stage("roles on text")
+    state = {"sums": sums, "counts": counts}
+    for batch in stage.fold(stage.batches(model, text, batch_size), state):
         at = batch.included.clone()
         at[:, :2] = False
         rows = batch.rows.cpu().numpy()

@@ -100,13 +100,14 @@ class ByClass:
         self._member = masks(batch).flatten(1)[:, index]
         self._rows = batch.rows.cpu().numpy()
         np.add.at(self.counts.T, self._rows, self._summed(torch.ones(len(index))).T)
-        np.add.at(self.clean.T, self._rows, self._of(clean).T)
+        np.add.at(self.clean.T, self._rows, self.of(clean).T)
 
-    def add(self, removal: int, scores: Scores) -> None:
-        """The same batch's losses with a removal."""
-        np.add.at(self.sums[:, :, removal].T, self._rows, self._of(scores).T)
+    def add(self, removal: int, sums: np.ndarray) -> None:
+        """The same batch's losses with a removal: what `of` gives."""
+        np.add.at(self.sums[:, :, removal].T, self._rows, sums.T)
 
-    def _of(self, scores: Scores) -> np.ndarray:
+    def of(self, scores: Scores) -> np.ndarray:
+        """[class, row] sums of the batch's losses, in nats."""
         assert scores.nll is not None
         return self._summed(scores.nll)
 

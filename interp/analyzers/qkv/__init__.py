@@ -20,10 +20,11 @@ included positions only; the first position, on which many heads rest, stays.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
-from interp import hooks, results, scores
+from interp import hooks, journal, results, scores
 from interp.analyzers.qkv import edits, fit, measure, overlap, tables
 from interp.analyzers.qkv.overlap import Overlap
 from interp.config import QkvConfig, with_options
@@ -37,7 +38,15 @@ PER_DIMENSION = 10
 """Fitted positions per dimension of a site, below which a notice says that there are few."""
 
 
-def qkv(model: Model, text: Text, config: QkvConfig | None = None, /, **options: Any) -> Result:
+def qkv(
+    model: Model,
+    text: Text,
+    config: QkvConfig | None = None,
+    /,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Result:
     """Measure what Q, K, V and O are each worth.
 
     Args:
@@ -45,6 +54,7 @@ def qkv(model: Model, text: Text, config: QkvConfig | None = None, /, **options:
         text: from `load_text`: the documents whose losses are compared. Means and moments come
             from further documents of the same source.
         config: all options at once, or
+        out: the run's folder; progress is saved in `<out>.partial`. None: nowhere.
         **options: fields of `QkvConfig` by name (`each="all", ...`).
 
     Returns:
@@ -57,16 +67,10 @@ def qkv(model: Model, text: Text, config: QkvConfig | None = None, /, **options:
     config = with_options(QkvConfig, config, options)
     expect_model(model)
     expect_text(text)
-    run = Run(model, text, config)
-    try:
-        with model.measuring():
-            run.measure()
-    except KeyboardInterrupt:
-        if not run.losses.done():
-            raise
-        run.complete = False
-        run.notices.append("Interrupted: only what was measured until then is here.")
-    return tables.assemble(run)
+    measured = journal.measured(
+        "qkv", lambda: Run(model, text, config), lambda run: bool(run.losses.done()), out=out
+    )
+    return tables.assemble(measured)
 
 
 class Run:

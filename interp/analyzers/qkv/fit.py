@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from interp import hooks, scores
+from interp import hooks, journal, scores
 from interp.model import Model
-from interp.progress import batches, track
+from interp.progress import track
 from interp.reducers import Reservoir
 from interp.text import Text
 
@@ -86,7 +86,8 @@ def fit(
         for _ in range(cfg.n_layers)
     ]
     bar = track(len(text), "means and moments", progress)
-    for batch in batches(model, text, batch_size):
+    stage = journal.stage("means and moments")
+    for batch in stage.fold(stage.batches(model, text, batch_size), {"layers": layers}):
         at = batch.included
         ids = batch.rows[:, None].expand_as(at)
         places = torch.arange(at.shape[1], device=at.device) + batch.window[:, None] * text.context

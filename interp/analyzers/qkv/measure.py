@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from interp import hooks, splice
+from interp import hooks, journal, splice
 from interp.analyzers.qkv.edits import Change, Intervention, Maker
 from interp.model import Model
-from interp.progress import batch_rows, track
+from interp.progress import track
 from interp.splice import Clean, Scores
 from interp.text import Text, TokenBatch
 
@@ -88,7 +89,13 @@ def measure(
         announce: told the number of forward passes over the text.
     """
     layers = range(model.cfg.n_layers)
-    size = batch_rows(model, text, batch_size)
+    stage = journal.stage("interventions")
+    size = stage.rows(model, text, batch_size)
+
+    def saved(run: Callable[[], Scores]) -> Scores:
+        found = stage.once(lambda: {"loss": run().loss})
+        return Scores(torch.from_numpy(found["loss"]), None)
+
     from_start = not splice.usable(model, text)
     if announce is not None:
         announce(1 + len(together) + len(each) * len(layers))
@@ -97,23 +104,29 @@ def measure(
     )
     try:
         for batch in text.batches(size, model.device):
-            losses.add((None, None), batch, splice.forward_scores(model, batch))
+            found = saved(functools.partial(splice.forward_scores, model, batch))
+            losses.add((None, None), batch, found)
             bar.update(_documents(batch))
         for what in together:
             made = [(i, site, change) for i in layers for site, change in maker.changes(what, i)]
             for batch in text.batches(size, model.device):
-                with hooks.attached(model, _edits(made, batch)):
-                    losses.add((what, None), batch, splice.forward_scores(model, batch))
+                found = saved(functools.partial(_together, model, batch, made))
+                losses.add((what, None), batch, found)
                 bar.update(_documents(batch))
         for batch in text.batches(size, model.device) if each else ():
             clean = splice.run_clean(model, batch)
             for what in each:
                 for layer in layers:
-                    scores = _one(model, clean, maker, what, layer, from_start)
-                    losses.add((what, layer), batch, scores)
+                    one = functools.partial(_one, model, clean, maker, what, layer, from_start)
+                    losses.add((what, layer), batch, saved(one))
                     bar.update(_documents(batch))
     finally:
         bar.close()
+
+
+def _together(model: Model, batch: TokenBatch, made: Sequence[tuple[int, str, Change]]) -> Scores:
+    with hooks.attached(model, _edits(made, batch)):
+        return splice.forward_scores(model, batch)
 
 
 def _one(
