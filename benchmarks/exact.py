@@ -51,9 +51,9 @@ CASES = [
     Case("smollm2-135m, 128 tokens", "smollm2", 128, False, 3, 1.5),
     Case("smollm2-135m, 128 tokens, with KL", "smollm2", 128, True, 3, 1.5),
     Case("smollm2-135m, 512 tokens", "smollm2", 512, False, 2, None),
-    Case("gpt2-small shape, 128 tokens", "gpt2", 128, False, 5, 1.4),
+    Case("gpt2-small shape, 128 tokens", "gpt2", 128, False, 3, 1.4),
     Case("gpt2-small shape, 128 tokens, with KL", "gpt2", 128, True, 3, 1.4),
-    Case("gpt2-small shape, 512 tokens", "gpt2", 512, False, 3, None),
+    Case("gpt2-small shape, 512 tokens", "gpt2", 512, False, 2, None),
 ]
 
 Scored = tuple[np.ndarray, np.ndarray | None]

@@ -39,6 +39,8 @@ ONE, ALL, GROWTH = 0.9, 0.75, 1.05
 TOP = 25
 CONTEXT = 64
 LAYERS = (0, 6, 27)
+GEVA, APART = "a pass per layer", 5
+"""Every fifth layer is timed: their mean depth is that of all 30."""
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_inner": 1024, "vocab_size": 1024}
 SHAPE |= {"n_positions": CONTEXT}
 COUNTS = (200, 2000)
@@ -47,11 +49,11 @@ COUNTS = (200, 2000)
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     names = [f"layer {layer}, all keys" for layer in LAYERS]
-    asked = [n for n in [*names, "all layers", "TransformerLens"] if options.wants(n)]
+    asked = [n for n in [*names, "all layers", "TransformerLens", GEVA] if options.wants(n)]
     if asked:
         model = smollm2(options.device)
         rows_per_batch = max(1, 2048 // CONTEXT)
-        text = full_text(model, 2 * rows_per_batch, CONTEXT)
+        text = full_text(model, rows_per_batch, CONTEXT)
         with model.measuring():
             for layer, name in zip(LAYERS, names, strict=True):
                 if name in asked:
@@ -61,6 +63,8 @@ def run(options: Options) -> list[Row]:
                 rows.append(pass_over("all layers", model, text, every, rows_per_batch, options))
             if "TransformerLens" in asked:
                 rows.append(against_cache(model, text, rows_per_batch, options))
+            if GEVA in asked:
+                rows.append(layer_by_layer(model, text, rows_per_batch, options))
     if options.wants("memory"):
         rows += memory(options)
     return rows
@@ -99,7 +103,7 @@ def pass_over(
 
     find(model, text, layers, size)
     ratios, cpu, own = [], [], ZERO
-    for _ in range(options.reps or 5):
+    for _ in range(options.reps or 4):
         _, plain = timed(bare, model.device)
         _, own = timed(lambda: find(model, text, layers, size), model.device)
         ratios.append(plain.wall / own.wall)
@@ -121,12 +125,14 @@ def pass_over(
     return Row(name, "interp / bare, tokens per s", ratios, cpu, at_least=target, notes=[note])
 
 
-def theirs(model: Model, text: Text, layer: int, size: int) -> torch.Tensor:
+def theirs(
+    model: Model, text: Text, layer: int, size: int, stop: int | None = None
+) -> torch.Tensor:
     """[key, rank] largest coefficients, position 0 left out, as one writes it."""
     name = f"blocks.{layer}.mlp.hook_post"
     kept = []
     for batch in batches(model, text, size):
-        _, cache = model.bridge.run_with_cache(batch.tokens, names_filter=name)
+        _, cache = model.bridge.run_with_cache(batch.tokens, names_filter=name, stop_at_layer=stop)
         kept.append(cache[name][:, 1:].flatten(0, 1))
     return torch.cat(kept).topk(TOP, dim=0).values.T
 
@@ -147,6 +153,26 @@ def against_cache(model: Model, text: Text, size: int, options: Options) -> Row:
         "included; interp stops after the layer. The difference is of the largest coefficients."
     )
     return Row("TransformerLens, time", "cache / interp", ratios, cpu, gap=gap, notes=[note])
+
+
+def layer_by_layer(model: Model, text: Text, size: int, options: Options) -> Row:
+    """All layers, against a pass for each of them as Geva et al.'s code makes, stopping there."""
+    n = model.cfg.n_layers
+    layers = list(range(APART // 2, n, APART))
+    ratios, cpu = [], []
+    for _ in range(options.reps or 2):
+        slow = ZERO
+        for layer in layers:
+            slow += timed(lambda layer=layer: theirs(model, text, layer, size, layer + 1), model.device)[1]
+        slow *= n / len(layers)
+        _, own = timed(lambda: find(model, text, list(range(n)), size), model.device)
+        ratios.append(slow.wall / own.wall)
+        cpu.append(slow.cpu / own.cpu)
+    note = (
+        f"{GEVA}: run_with_cache up to the layer, cat and topk, once per layer (timed at "
+        f"{len(layers)} of {n}), against one pass for all."
+    )
+    return Row(GEVA, "passes / interp", ratios, cpu, notes=[note])
 
 
 # Memory -------------------------------------------------------------------------------------------

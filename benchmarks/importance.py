@@ -22,7 +22,7 @@ from interp.text import Text
 
 CONTEXT = 64
 AT_MOST = 1.1
-REPS = 7
+REPS = 4
 SMOLLM2, GPT2 = "smollm2-135m, 64 tokens", "gpt2-small shape, 64 tokens"
 
 

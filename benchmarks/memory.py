@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import Options, Row, peak_of, random_documents, save_gpt2, used
 
 AT_MOST = 1.05
-REPS = 3
+REPS = 2
 WORDS = 64
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 16384, "n_positions": 64}
 CASES = {
