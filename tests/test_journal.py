@@ -332,6 +332,15 @@ def at_removal(patch, n, act):
     patch.setattr(splice, "run_edited", wrapped)
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C as a terminal's Python has it; the processes of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_finishes_the_batch(command, monkeypatch, capfd):
     """Once: what was at work is measured, saved, marked incomplete; then taken up."""
     asked = command("heads", "--exact", "--batch-size", "8")
@@ -352,6 +361,7 @@ def test_ctrl_c_finishes_the_batch(command, monkeypatch, capfd):
         assert (Path("r") / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_twice_stops_now(command, monkeypatch, capfd):
     asked = command("heads", "--exact", "--batch-size", "8")
 

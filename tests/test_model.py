@@ -415,7 +415,7 @@ def test_code_in_a_checkpoint_is_neither_run_nor_asked_about(copy):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text("raise SystemExit('was run')")
-    refused("config of 'model'", folder=folder)
+    refused("'model' (mine) needs Python code", "never runs", folder=folder)
 
 
 # Damage

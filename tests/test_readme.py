@@ -160,6 +160,8 @@ def ran(checkpoint, tmp_path_factory):
                 continue
             if name in ANALYZERS:
                 words = of_tiny(name, words, checkpoint("gpt2"), texts)
+            elif name == "doctor":
+                words = ["--model", str(checkpoint("gpt2"))]
             elif not words:  # the table's `interp report` names the command alone
                 words = ["runs/a"]
             line = (name, *words)
