@@ -21,7 +21,7 @@ BENCHMARKS = {
     "importance": "interp's gradients over one forward and one backward pass",
     "exact": "every head removed one at a time",
     "ffn_keys": "the triggers of all keys in one pass over the text",
-    "removal": "speed of a checkpoint without half of its heads over what its weights promise",
+    "removal": "speed of a checkpoint without some heads against what its weights promise",
     "growth": "how time and memory grow with the size of a job",
     "sae": "training and judging a sparse autoencoder",
     "asymmetry": "weight metrics over A written out, scores on text over a forward pass",

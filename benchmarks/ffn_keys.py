@@ -8,6 +8,7 @@ layer's hook_post for every batch, concatenate, topk (which ranks positions, not
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -163,7 +164,8 @@ def layer_by_layer(model: Model, text: Text, size: int, options: Options) -> Row
     for _ in range(options.reps or 2):
         slow = ZERO
         for layer in layers:
-            slow += timed(lambda layer=layer: theirs(model, text, layer, size, layer + 1), model.device)[1]
+            one = functools.partial(theirs, model, text, layer, size, layer + 1)
+            slow += timed(one, model.device)[1]
         slow *= n / len(layers)
         _, own = timed(lambda: find(model, text, list(range(n)), size), model.device)
         ratios.append(slow.wall / own.wall)

@@ -4,8 +4,9 @@ Michel, Levy and Neubig (2019, section 4.3) plot every head's loss change on one
 one on another. Here: the same for each measure that both runs have, with the correlation that would
 be there if heads mattered by their layer alone (values shuffled within each layer).
 
-What the numbers do not show: noise of few documents lowers a correlation, however stable heads are.
-Only what two halves of one text reach (`rank_correlation` of --roles) says how high it could be.
+What the numbers do not show: documents that both samples have are in both, and make them agree.
+Noise of few documents lowers a correlation, however stable heads are. Only what two halves of one
+text reach (`rank_correlation` of --roles) says how high it could be.
 
 Torch-free.
 """
@@ -21,6 +22,7 @@ from interp.errors import InterpError
 from interp.results import Column, Result
 
 MEASURES = ("importance", "importance_norm", "loss_delta", "loss_delta_mean", "kl")
+ABLATED = ("loss_delta", "kl")
 KEYS = ["layer", "head"]
 COLUMNS = {
     "measure": Column("word", "Column of the heads tables that is correlated."),
@@ -34,7 +36,7 @@ COLUMNS = {
     "null_high": Column("Spearman rho", "97.5th percentile of it."),
     "pearson": Column("Pearson r", "Over heads, of the values themselves."),
 }
-_SAME_MODEL = ("name", "revision", "n_layers", "n_heads", "d_model", "vocab_size")
+_SAME_MODEL = ("name", "source", "revision", "n_layers", "n_heads", "d_model", "vocab_size")
 
 
 def head_agreement(
@@ -69,6 +71,8 @@ def head_agreement(
             "head_agreement compares the heads of one model on two texts; the runs' models differ "
             f"in {', '.join(differing)}."
         )
+    # Losses without a head compare only where the same thing stood in for it.
+    alike = first.config.get("ablation") == second.config.get("ablation")
     both = first.tables["heads"].merge(
         second.tables["heads"], on=KEYS, suffixes=("_1", "_2"), validate="one_to_one"
     )
@@ -76,7 +80,7 @@ def head_agreement(
     rows = []
     for measure in MEASURES:
         pair = [f"{measure}_1", f"{measure}_2"]
-        if not set(pair) <= set(both.columns):
+        if not set(pair) <= set(both.columns) or (measure in ABLATED and not alike):
             continue
         x, y = (both[name].to_numpy(dtype=np.float64) for name in pair)
         there = np.isfinite(x) & np.isfinite(y)

@@ -575,6 +575,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
         bash, zsh or fish. For this session, in bash: source <(interp completion bash)
     """
     script = app.generate_completion(shell=shell)
+    if shell == "bash":  # what is no command and no option may be a file
+        script = script.replace("complete -F ", "complete -o default -F ")
     print(script.replace("\u2026", "..."), end="")  # a shell in the C locale reads ASCII
 
 

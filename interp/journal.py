@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import interrupts, locks, results
+from interp import hooks, interrupts, locks, results
 from interp.config import NO_MATTER
 from interp.errors import InterpError, UsageError
 from interp.model import Model
@@ -505,19 +505,30 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
 
 
 def fingerprint(model: Model) -> str:
-    """Of a model's weights: their exact sums as integers, and some of them as they are."""
+    """Of all that a model's function depends on: weights, buffers, configuration, and what is
+    attached to it (by name: what a hook does cannot be told).
+    """
     digest = hashlib.sha256()
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for name, weight in sorted(model.bridge.original_model.named_parameters()):
-        bits = weight.detach().reshape(-1).view(kinds[weight.element_size()])
-        total = int(bits.sum(dtype=torch.int64))
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {total}".encode())
-        digest.update(bits[:: max(1, len(bits) // 1024)].cpu().numpy().tobytes())
+    own = model.bridge.original_model
+    for name, tensor in sorted([*own.named_parameters(), *own.named_buffers()], key=_name):
+        value = tensor.detach().reshape(-1)
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(value.view(torch.uint8).cpu().numpy())
+    config = {k: v for k, v in own.config.to_dict().items() if k != "_name_or_path"}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    attached = [*hooks.foreign_hooks(model), *hooks.left_on(model)]
+    digest.update(json.dumps(attached).encode())
     return digest.hexdigest()
 
 
-def _digests(text: Text) -> dict[str, str]:
-    """Of the windows' token ids, and of all documents that further ones may be drawn from."""
+def _name(pair: tuple[str, Tensor]) -> str:
+    return pair[0]
+
+
+def _digests(text: Text) -> dict[str, Any]:
+    """Of the windows' token ids, of all documents that further ones may be drawn from and where
+    those start, and of what cuts and includes tokens.
+    """
     tokens, source = hashlib.sha256(), hashlib.sha256()
     for document in text.documents:
         for window in document.windows:
@@ -525,7 +536,15 @@ def _digests(text: Text) -> dict[str, str]:
     for index, row in text.pool.candidates:
         encoded = row.encode(errors="surrogatepass")
         source.update(f"{index} {len(encoded)} ".encode() + encoded)
-    return {"token_ids": tokens.hexdigest(), "source_sha256": source.hexdigest()}
+    backend = getattr(text.pool.encoder.tokenizer, "backend_tokenizer", None)
+    tokenizer = str(type(text.pool.encoder.tokenizer)) if backend is None else backend.to_str()
+    return {
+        "token_ids": tokens.hexdigest(),
+        "source_sha256": source.hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "special_ids": sorted(text.special_ids),
+        "next": text.next,
+    }
 
 
 def expect_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -259,7 +259,8 @@ def form(model: Model) -> list[Form]:
         norms = []
 
     rows = min(model.cfg.vocab_rows, 10_007)
-    tokens = (torch.arange(PROBE_TOKENS, device=model.device)[None] * 7919 + 11) % rows
+    length = min(PROBE_TOKENS, model.cfg.n_ctx or PROBE_TOKENS)
+    tokens = (torch.arange(length, device=model.device)[None] * 7919 + 11) % rows
     use = dict.fromkeys(range(n), look)
     with model.measuring(), hooks.attached(model, norms), attending(model, use):
         run(model, SimpleNamespace(tokens=tokens, attention_mask=torch.ones_like(tokens)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interp import results
 from interp.config import SuperpositionConfig
 from interp.errors import InterpError, UsageError
 from interp.journal import fingerprint
@@ -87,7 +88,7 @@ class Fitting:
         stream = Stream(self.model, self.layer, self.windows, self.batch, self.config.batch_size)
         if self.config.activations_cache is not None:
             shape = (stream.tokens, stream.d_model)
-            stream.cache = Cache(self.config.activations_cache, self.what(), shape)
+            stream.cache = Cache(Path(self.config.activations_cache), self.what(), shape)
             self.notices.append(
                 f"--activations-cache: {stream.cache.bytes / 1e6:,.0f} MB in {stream.cache.file}."
             )
@@ -172,6 +173,8 @@ class Fitting:
         }
         widths = list(self.config.widths)
         what = self.what() | options | {"width": widths, "train-batch": self.batch}
+        what |= {"batch-size": self.config.batch_size}
+        what |= {f"version of {k}": v for k, v in results.environment().items()}
         checkpoints = Checkpoints(folder, what, self.config.checkpoint_every)
         start = checkpoints.load(jobs)
         if folder is not None:

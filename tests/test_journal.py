@@ -1,5 +1,6 @@
 """Runs that are stopped and taken up: what `journal` saves, and that tables end the same."""
 
+import dataclasses
 import os
 import random
 import signal
@@ -293,6 +294,21 @@ def test_another_run_is_refused(begun, folder, model, text, monkeypatch, tmp_pat
     changed = load_model(folder, device="cpu")
     next(changed.bridge.original_model.parameters()).data.view(-1)[3] += 1e-3
     refused("model.weights", model=changed)
+    # Two rows changed places: every sum stays as it was.
+    changed = load_model(folder, device="cpu")
+    matrix = next(p for p in changed.bridge.original_model.parameters() if p.ndim == 2).data
+    matrix[[4, 5]] = matrix[[5, 4]]
+    refused("model.weights", model=changed)
+    # The same weights, another function of them.
+    changed = load_model(folder, device="cpu")
+    changed.bridge.original_model.config.layer_norm_epsilon = 0.5
+    refused("model.weights", model=changed)
+    changed = load_model(folder, device="cpu")
+    changed.bridge.blocks[0].hook_in.add_hook(lambda tensor, hook: tensor * 1.01)
+    refused("model.weights", model=changed)
+    # The same documents, but other ones are left for what is fitted or judged on others.
+    moved = dataclasses.replace(text, next=text.next + 1)
+    refused("data.next", text=moved)
     versions = results.environment() | {"torch": "1.0"}
     with monkeypatch.context() as patch:
         patch.setattr(results, "environment", lambda: versions)

@@ -169,10 +169,15 @@ class Case:
 
     @functools.cached_property
     def forms(self) -> list[scores.Form] | None:
-        """How the scores come about, as `interp.scores` finds; None where it refuses them."""
+        """How the scores come about, as `interp.scores` finds; None where it refuses them.
+
+        In a family that is written out a refusal is a fault, and whatever needs the form says so.
+        """
         try:
             return scores.form(self.model)
         except InterpError:
+            if self.config.get("model_type") in arithmetic.FAMILIES:
+                raise
             return None
 
     @functools.cached_property

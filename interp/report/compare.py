@@ -18,6 +18,12 @@ _SAME = ("source", "sha256", "documents", "context", "bos", "windows")
 def names(results: Sequence[Result]) -> list[str]:
     """A name of each result, no two alike."""
     plain = [f"{visible(result.analyzer)}: {model_name(result)}" for result in results]
+    sources = [visible(result.data.get("source") or "", 30) for result in results]
+    for name in {name for name in plain if plain.count(name) > 1}:
+        own = [i for i, one in enumerate(plain) if one == name]
+        if len({sources[i] for i in own}) > 1:  # one model on different data: say which
+            for i in own:
+                plain[i] = f"{name} on {sources[i]}" if sources[i] else name
     seen: dict[str, int] = {}
     out = []
     for name in plain:
@@ -70,7 +76,7 @@ def _differences(results: Sequence[Result]) -> str:
     differing = [*data, *options] + (["complete"] if any(not r.complete for r in results) else [])
     if not differing:
         return "Data and options are the same."
-    return (
-        "Not only the runs' models may differ: so do "
-        f"{', '.join(visible(key, 40) for key in differing)}. Compare with care."
-    )
+    told = ["the documents" if key == "sha256" else visible(key, 40) for key in differing]
+    models = {str(result.model.get("name")) for result in results}
+    first = "Not only the models differ: so do" if len(models) > 1 else "What differs:"
+    return f"{first} {', '.join(told)}. Compare with care."

@@ -242,7 +242,7 @@ def _story(result: Result, row: Mapping[Any, Any]) -> Iterable[Digest]:
     ]
     note = "; ".join(said)
     if not asked:
-        note += ". A key chosen for being clear, not a typical one."
+        note += ". One of the most conspicuous keys, not a typical one."
     if rows:
         yield Digest(
             title=f"Key {key_label(row)}: triggers, the token in [[ ]]",

@@ -146,9 +146,14 @@ def _verdicts(result: Result) -> str | None:
         return None
     kind = ablation(result)
     how = _ABLATION.get(kind, kind)
+    missing = int(number(verdicts.get("not measured")) or 0)
+    total = total_heads(result)
+    of = f"{total} heads"
+    if missing:
+        of = f"the {total - missing} heads measured so far, of {total},"
     return (
         f"Removed one at a time (output {how}), {count(verdicts['material'])} of "
-        f"{total_heads(result)} heads are material (95% interval of the loss change wholly beyond "
+        f"{of} are material (95% interval of the loss change wholly beyond "
         f"{MATERIAL} {NATS}), {count(verdicts.get('negligible'))} negligible (wholly within), "
         f"{count(verdicts.get('undecided'))} undecided."
     )
@@ -166,8 +171,9 @@ def _significance(result: Result) -> str | None:
             f"{count(summary.get('significant_improve'))}"
         )
     return (
-        text + ". That count grows with the number of documents, however small the effects; "
-        "the verdicts do not: they hold effects against a fixed size."
+        text + ". That count grows with the number of documents, however small the effects. "
+        "Verdicts hold each head against a fixed size and are not corrected for the number of "
+        "heads: of heads without any effect up to 5% may look material."
     )
 
 
@@ -440,7 +446,9 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
 def compare(result: Result) -> list[tuple[str, str]]:
     """What runs are compared by."""
     summary = result.summary
-    out = [(f"loss before ({NATS})", unsigned(summary.get("baseline_loss")))]
+    ends = interval(summary.get("baseline_low"), summary.get("baseline_high"), unsigned)
+    before = f"{unsigned(summary.get('baseline_loss'))} {ends}".rstrip()
+    out = [(f"loss before ({NATS})", before)]
     for limit in LIMITS:
         best = best_order(result, limit)
         found = prunable(result, best, limit) if best else None

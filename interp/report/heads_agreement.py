@@ -26,10 +26,12 @@ def together(names: Sequence[str], results: Sequence[Result]) -> list[Digest]:
         except InterpError:  # of two models, or without a measure in common
             continue
         rows = tuple(_row(row) for row in table.to_dict("records"))
-        texts = " and ".join(visible(one.data.get("source"), 40) for one in (first, second))
+        sources = [visible(one.data.get("source"), 40) for one in (first, second)]
+        texts = " and ".join(sources)
+        what = "another sample" if sources[0] == sources[1] else "other text"
         out.append(
             Digest(
-                f"The same heads on other text? {a} and {b}: correlation over heads",
+                f"The same heads on {what}? {a} and {b}: correlation over heads",
                 (
                     "measure",
                     "heads",
@@ -38,8 +40,9 @@ def together(names: Sequence[str], results: Sequence[Result]) -> list[Digest]:
                     "Pearson r",
                 ),
                 rows,
-                f"On {texts}. By layers alone: one run's values shuffled within layers. Noise of "
-                f"few documents lowers rho, however stable heads are{_ceiling(first, second)}",
+                f"On {texts}; documents that are in both count in both. By layers alone: one run's "
+                "values shuffled within layers. Noise of few documents lowers rho, however stable "
+                f"heads are{_ceiling(first, second)}",
             )
         )
     return out

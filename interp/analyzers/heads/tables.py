@@ -262,7 +262,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
     n = run.exact.loss.shape[1]
     rows, columns = _finished(_exact_values(run.exact))
     out: dict[str, Any] = {name: np.full(n, np.nan) for name in EXACT_COLUMNS}
-    out["significant"] = np.zeros(n, dtype=bool)
+    significant = pd.array([pd.NA] * n, dtype="boolean")  # missing where not measured
     out["verdict"] = np.full(n, "not measured", dtype=object)
     if columns.any():
         delta = paired(run.exact.delta[rows][:, columns])
@@ -274,7 +274,6 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
             "ci_high": delta.high,
             "p_value": delta.p,
             "q_value": q,
-            "significant": q < ALPHA,
             "verdict": stats.verdict(delta.low, delta.high),
             "kl": kl.mean,
             "kl_low": kl.low,
@@ -282,6 +281,8 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
         }
         for name, values in parts.items():
             out[name][columns] = values
+        significant[columns] = q < ALPHA
+    out["significant"] = significant.to_numpy(dtype=bool) if columns.all() else significant
     if run.exact_mean is not None:
         rows, columns = _finished(run.exact_mean.delta)
         if columns.any():
@@ -396,12 +397,13 @@ def _exact_summary(run: _Run, heads: pd.DataFrame) -> dict[str, Any]:
     out = {
         "verdicts": {
             name: int((word == name).sum()) for name in ("material", "negligible", "undecided")
-        },
+        }
+        | ({"not measured": len(heads) - len(known)} if len(known) < len(heads) else {}),
         "significant": int(significant.sum()),
         "significant_improve": int((significant & (delta < 0)).sum()),
         "significant_hurt": int((significant & (delta > 0)).sum()),
         "material_improve": int((material & (delta < 0)).sum()),
-        "material_zero_and_mean": int(both.sum()),
+        **({"material_zero_and_mean": int(both.sum())} if np.isfinite(low).any() else {}),
         "rank_correlation": {
             "importance_norm~loss_delta": stats.spearman(norm, delta),
             "importance_norm~|loss_delta|": stats.spearman(norm, np.abs(delta)),
