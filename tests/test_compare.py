@@ -28,7 +28,10 @@ def test_runs_of_one_analyzer_stand_side_by_side(runs):
     (table,) = compare.comparisons(runs)
     assert table.head == ("quantity", "gpt2", "llama")
     values = {row[0]: row[1:] for row in table.rows}
-    losses = tuple(f"{run.summary['baseline_loss']:.4f}" for run in runs[:2])
+    keys = ("baseline_loss", "baseline_low", "baseline_high")
+    losses = tuple(
+        "{:.4f} [{:.4f}, {:.4f}]".format(*map(run.summary.get, keys)) for run in runs[:2]
+    )
     assert values["loss before (nats per token)"] == losses
     at = values["heads that can go within 0.05 nats per token, best order"]
     for run, shown in zip(runs, at, strict=False):
