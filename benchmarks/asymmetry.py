@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-from benchmarks.common import ZERO, Options, Row, full_text, smollm2, status, timed
+from benchmarks.common import ZERO, Options, Row, forget_peak, full_text, smollm2, status, timed
 from interp import scores
 from interp.analyzers.asymmetry import ontext, weights
 from interp.progress import batches
@@ -119,8 +118,8 @@ def growth(which: str) -> float:
     w_q, w_k = layer()
     call = {"mine": mine, "written_out": written_out}[which]
     call(w_q[:2, :128], w_k[:2, :128], SOME)  # libraries set up their buffers
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
-    before = status("VmRSS")
+    before = forget_peak()
+    assert before is not None, "only Linux tells"
     call(w_q, w_k, SOME)
     return max(status("VmHWM") - before, 0.1)
 

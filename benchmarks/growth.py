@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import STATUS, Options, Row, random_documents, save_gpt2, status
+from benchmarks.common import Options, Row, forget_peak, random_documents, save_gpt2, status
 
 BASE = {"documents": 16, "context": 64, "layers": 4, "heads": 4}
 SIZES = {
@@ -95,18 +95,6 @@ def child(job: str, over: str, sizes: list[int], reps: int, device: str) -> dict
         if peaks:
             megabytes.append(peaks)
     return {"seconds": seconds, "megabytes": megabytes}
-
-
-def forget_peak() -> float | None:
-    """MB that this process holds, its peak being counted from now on; None where Linux is not."""
-    clear = Path("/proc/self/clear_refs")
-    if not STATUS.exists():
-        return None
-    try:
-        clear.write_text("5")
-    except OSError:
-        return None
-    return status("VmRSS")
 
 
 def prepared(job: str, size: dict[str, int], device: str) -> Any:

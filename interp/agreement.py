@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
 
 from interp import stats
 from interp.errors import InterpError
@@ -99,12 +98,12 @@ def _of(
 ) -> dict[str, float]:
     n = len(x)
     chosen = rng.integers(0, n, (draws, n))
-    again = _spearman(x[chosen], y[chosen])
+    again = stats.spearman_rows(x[chosen], y[chosen])
     # By layer, then at random within it: row i of the table gets another row of its own layer.
     shuffled = np.empty((draws, n), dtype=np.int64)
     by_layer = np.argsort(layers, kind="stable")
     shuffled[:, by_layer] = np.stack([np.lexsort((rng.random(n), layers)) for _ in range(draws)])
-    null = _spearman(np.broadcast_to(x, (draws, n)), y[shuffled])
+    null = stats.spearman_rows(x[None], y[shuffled])
     low, high = _quantiles(again, [0.025, 0.975])
     spread = x.std() > 0 and y.std() > 0
     return {
@@ -115,13 +114,6 @@ def _of(
         "null_high": _quantiles(null, [0.975])[0],
         "pearson": float(np.corrcoef(x, y)[0, 1]) if spread else np.nan,
     }
-
-
-def _spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """[draw] rho of each row of [draw, head]; nan where a row is constant."""
-    a, b = (rankdata(v, axis=1) - (v.shape[1] + 1) / 2 for v in (x, y))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
 
 
 def _quantiles(values: np.ndarray, at: list[float]) -> list[float]:

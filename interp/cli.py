@@ -333,10 +333,10 @@ def _refuse_unfinished(out: Path) -> None:
 
 def _progress(folder: Path) -> bool:
     """Whether a run that did not end has left something to be taken up."""
-    from interp.results import PROGRESS
+    from interp.results import PROGRESS, partial_of
 
     folder = folder.expanduser()
-    places = (folder.with_name(folder.name + ".partial"), folder)
+    places = (partial_of(folder), folder)
     return any(
         any((place / name).glob(pattern))
         for place in places
@@ -410,17 +410,26 @@ def _log_lines() -> Iterator[Any]:
 
 
 def _show(result: Any, output: OutputOptions) -> None:
-    """The result on stdout; a reader who has gone away (`| head`) is no failure of the run."""
+    """The result on stdout."""
+
+    def tables() -> None:
+        from interp.report import print_result
+
+        # Notices go to stderr, where most of them have been since the start.
+        print_result(result, rows=output.rows, notices=False)
+
+    _print(result, output, tables)
+
+
+def _print(found: Any, shown: ShownOptions, tables: Callable[[], None]) -> None:
+    """As JSON or as tables; a reader who has gone away (`| head`) is no failure of the run."""
     try:
-        if output.format == "json":
+        if shown.format == "json":
             import json
 
-            print(json.dumps(result.to_json(), allow_nan=False), flush=True)
+            print(json.dumps(found.to_json(), allow_nan=False), flush=True)
         else:
-            from interp.report import print_result
-
-            # Notices go to stderr, where most of them have been since the start.
-            print_result(result, rows=output.rows, notices=False)
+            tables()
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # the latter is how rich takes a broken pipe
         _stdout_to_nowhere()
@@ -432,11 +441,13 @@ _SOURCE_NAMES = {"data": "source"}
 def _run_folder(name: str, model_name: str) -> Path:
     import datetime
 
+    from interp.results import partial_of
+
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name).strip("-.") or "model"
     base = Path("runs") / f"{name}-{safe}-{stamp}"
     folder, n = base, 1
-    while folder.exists() or folder.with_name(folder.name + ".partial").exists():
+    while folder.exists() or partial_of(folder).exists():
         n += 1
         folder = base.with_name(f"{base.name}-{n}")
     return folder
@@ -540,18 +551,12 @@ def _line_on_stderr() -> Iterator[Callable[[str], None] | None]:
 
 
 def _print_report(report: Any, shown: ShownOptions) -> None:
-    try:
-        if shown.format == "json":
-            import json
+    def tables() -> None:
+        from interp.report.checks import print_report
 
-            print(json.dumps(report.to_json(), allow_nan=False), flush=True)
-        else:
-            from interp.report.checks import print_report
+        print_report(report)
 
-            print_report(report)
-            sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # as in _show
-        _stdout_to_nowhere()
+    _print(report, shown, tables)
 
 
 def _check_file(target: Path | None, overwrite: bool) -> None:

@@ -450,7 +450,7 @@ def _opened(
         yield Journal()
         return
     target = Path(out).expanduser()
-    partial = target.with_name(target.name + ".partial")
+    partial = results.partial_of(target)
     folder = partial / results.PROGRESS
     lying = results.unfinished(target) / results.PROGRESS if config.resume else folder
     saved = None
@@ -459,7 +459,7 @@ def _opened(
             lying.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locks.exclusive(lying / LOCK_FILE, wait=False))
             if config.resume:
-                saved = _read_json(lying / RUN_FILE)
+                saved = read_json(lying / RUN_FILE)
                 if saved is not None:  # refused before anything is moved
                     expect_same(saved, what)
                 results.reopen(target)
@@ -511,9 +511,7 @@ def fingerprint(model: Model) -> str:
     digest = hashlib.sha256()
     own = model.bridge.original_model
     for name, tensor in sorted([*own.named_parameters(), *own.named_buffers()], key=_name):
-        value = tensor.detach().reshape(-1)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(value.view(torch.uint8).cpu().numpy())
+        _take_in(digest, name, tensor)
     config = {k: v for k, v in own.config.to_dict().items() if k != "_name_or_path"}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     attached = [*hooks.foreign_hooks(model), *hooks.left_on(model)]
@@ -614,13 +612,18 @@ def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
     """[32] bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        value = tensors[name].contiguous()
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        _take_in(digest, name, tensors[name])
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def _take_in(digest: Any, name: str, tensor: Tensor) -> None:
+    """Add a tensor's name, shape, dtype and bytes to a digest."""
+    digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A file's contents; None for one that is absent or damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

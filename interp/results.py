@@ -325,7 +325,7 @@ class Result:
             InterpError: the folder exists, is not a run's, or cannot be written.
         """
         target = check_folder(folder, overwrite)
-        partial = target.with_name(target.name + ".partial")
+        partial = partial_of(target)
         page = self._page()
         text = json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False, indent=1)
         with _whole_or_absent(partial, target):
@@ -394,7 +394,7 @@ def check_folder(
         # Raises for a name that is too long or holds a NUL byte, which exists() would call merely
         # absent.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path.with_name(path.name + ".partial"))
+            os.lstat(partial_of(path))
         if os.path.lexists(path):
             if not overwrite:
                 raise InterpError(
@@ -426,6 +426,11 @@ def check_folder(
     return path
 
 
+def partial_of(folder: Path) -> Path:
+    """Where a folder is made before it is renamed, and what an unfinished run leaves."""
+    return folder.with_name(folder.name + ".partial")
+
+
 def unfinished(folder: str | os.PathLike[str]) -> Path:
     """Where an unfinished run lies: as `<folder>.partial`, or saved as incomplete in `folder`.
 
@@ -433,7 +438,7 @@ def unfinished(folder: str | os.PathLike[str]) -> Path:
         InterpError: there is none, or the run is complete.
     """
     path = Path(folder).expanduser()
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     if not os.path.lexists(path):
         if not partial.is_dir():
             raise InterpError(f"there is no run to take up: neither {path} nor {partial} exists.")
@@ -455,7 +460,7 @@ def reopen(folder: str | os.PathLike[str]) -> Path:
         InterpError: see `unfinished`.
     """
     path = Path(folder).expanduser()
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     if unfinished(path) != partial:
         os.rename(path, partial)
     return partial
@@ -474,7 +479,7 @@ def load_result(folder: str | os.PathLike[str]) -> Result:
     if path.name == RESULT_FILE and path.is_file():
         path = path.parent
     if not path.is_dir():
-        unfinished = path.with_name(path.name + ".partial") if path.name else path
+        unfinished = partial_of(path) if path.name else path
         hint = (
             f"; {unfinished} holds an unfinished run (see --resume)" if unfinished.is_dir() else ""
         )

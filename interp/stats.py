@@ -188,6 +188,16 @@ def spearman(x: Numbers, y: Numbers) -> float:
     return float(np.clip(a @ b / scale, -1, 1)) if scale > 0 else float("nan")
 
 
+def spearman_rows(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """[row] rho of each row of [row, thing] with that of the other; nan where a row is constant.
+
+    One of the two may have a single row, which stands beside every row of the other.
+    """
+    a, b = (stats.rankdata(v, axis=1) - (v.shape[1] + 1) / 2 for v in (x, y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+
+
 def bootstrap_t(
     x: Numbers,
     statistic: Callable[..., np.ndarray] = np.mean,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interp.journal import expect_same
+from interp.journal import expect_same, read_json
 from probes.training import Job
 
 
@@ -57,7 +57,7 @@ class Checkpoints:
             InterpError: it is of a run with other options, text or model.
         """
         for folder in reversed(self._all()):
-            state = _read_json(folder / "state.json")
+            state = read_json(folder / "state.json")
             if state is None:
                 continue
             expect_same(state["what"], json.loads(json.dumps(dict(self.what))))
@@ -77,10 +77,3 @@ def _write_json(file: Path, value: Any) -> None:
         json.dump(value, out)
         out.flush()
         os.fsync(out.fileno())
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -106,6 +106,16 @@ class Fitting:
             "train-tokens": self.tokens,
         }
 
+    def _whole(self) -> dict[str, Any]:
+        """All that the trained weights depend on."""
+        options = {
+            name.replace("_", "-"): getattr(self.config, name)
+            for name in ("arch", "k", "sparsity", "lr", "seed", "seeds", "batch_size")
+        }
+        own = {"width": list(self.config.widths), "train-batch": self.batch}
+        versions = {f"version of {k}": v for k, v in results.environment().items()}
+        return self.what() | options | own | versions
+
     def calibrate(self, stream: Stream) -> tuple[Calibration, Tensor]:
         """From the first positions of a stream; and some of them."""
         kept: list[Tensor] = []
@@ -167,14 +177,8 @@ class Fitting:
         jobs = [Job(plan, calibration.scale, calibration.mean, self.model.device) for plan in plans]
         self.jobs = jobs
         folder = None if self.checkpoints is None else self.checkpoints / stage.replace(" ", "-")
-        options = {
-            name.replace("_", "-"): getattr(self.config, name)
-            for name in ("arch", "k", "sparsity", "lr", "seed", "seeds")
-        }
-        widths = list(self.config.widths)
-        what = self.what() | options | {"width": widths, "train-batch": self.batch}
-        what |= {"batch-size": self.config.batch_size}
-        what |= {f"version of {k}": v for k, v in results.environment().items()}
+        # All weights are read for it: not where nothing is kept.
+        what = {} if folder is None else self._whole()
         checkpoints = Checkpoints(folder, what, self.config.checkpoint_every)
         start = checkpoints.load(jobs)
         if folder is not None:

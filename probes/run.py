@@ -122,7 +122,7 @@ class Run:
         self.layer = _layer(model, config)
         hooks.site(model, activations.SITE, self.layer)
         self.has_neurons = self._has_neurons()
-        partial = None if out is None else Path(out).with_name(Path(out).name + ".partial")
+        partial = None if out is None else results.partial_of(Path(out))
         if out is not None and config.resume:
             partial = results.reopen(out)
         self.checkpoints = None if partial is None else partial / CHECKPOINTS

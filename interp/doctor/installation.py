@@ -184,6 +184,4 @@ def _of_specimen(
         device = pick_device(options.device)
         yield from examination.of_found(found, device, options, lambda _: None, say)[0]
     except Exception as error:
-        check = examination.LOADING
-        told = outcome.told(error)
-        yield Outcome(subject, check.name, "FAIL", None, None, check.unit, told, check.meaning)
+        yield outcome.failed(subject, examination.LOADING, error)

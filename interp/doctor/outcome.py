@@ -73,9 +73,14 @@ def judged(subject: str, check: Check, case: Any) -> Outcome:
     except NotApplicableError as reason:
         return row("not applicable", None, str(reason))
     except Exception as error:
-        return row("FAIL", None, told(error))
+        return failed(subject, check, error)
     passed = measured.error <= measured.tolerance
     return row("PASS" if passed else "FAIL", measured, measured.note)
+
+
+def failed(subject: str, check: Check, error: BaseException) -> Outcome:
+    """The row of a check that raised."""
+    return Outcome(subject, check.name, "FAIL", None, None, check.unit, told(error), check.meaning)
 
 
 def told(error: BaseException) -> str:

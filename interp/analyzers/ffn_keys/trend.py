@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats as scipy_stats
 
 from interp import stats
 
@@ -57,16 +56,9 @@ def of(
             [v[rng.integers(len(v), size=(resamples, len(v)))].mean(1) for v in known], axis=1
         )
         rho = stats.spearman(np.array(layers), means)
-        resampled = _rho(np.asarray(layers, dtype=float), draws)
+        rhos = stats.spearman_rows(np.asarray(layers, dtype=float)[None], draws)
+        resampled = np.nan_to_num(rhos)  # level layers have no trend
         low, high = np.quantile(resampled, [0.025, 0.975])
         verdict = "rises" if low > 0 else "falls" if high < 0 else "undecided"
         out[name] = {"rho": rho, "low": float(low), "high": float(high), "trend": verdict}
     return out
-
-
-def _rho(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[row] Spearman's rho of each row with x; 0 for a constant row."""
-    a = scipy_stats.rankdata(x) - (len(x) + 1) / 2
-    b = scipy_stats.rankdata(rows, axis=1) - (len(x) + 1) / 2
-    scale = np.sqrt((a @ a) * np.square(b).sum(1))
-    return np.divide(b @ a, scale, out=np.zeros(len(rows)), where=scale > 0)

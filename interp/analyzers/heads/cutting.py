@@ -14,6 +14,7 @@ from interp.analyzers.heads.card import write_card
 from interp.analyzers.heads.standins import Mode, Removal
 from interp.config import head_list
 from interp.interventions import Head
+from interp.results import partial_of
 from interp.text import Text
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def cut_out(run: _Run, overwrite: bool, command: str | None) -> Cut | None:
             run.complete = False
             run.notices.append("Interrupted while speed was measured: the checkpoint is whole.")
         del original
-        partial = target.with_name(target.name + ".partial")
+        partial = partial_of(target)
         write_card(partial / export.CARD, run, made, command)
     run.notices += _told(made, run.complete)
     log.info("The checkpoint without %d heads is in %s.", len(choice.heads), target)

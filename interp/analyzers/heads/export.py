@@ -21,7 +21,7 @@ from interp.interventions import Head
 from interp.model import Model
 from interp.probe import COARSE, TOLERANCE
 from interp.pruning import KEY, Pruning, plan
-from interp.results import check_folder, move_into_place
+from interp.results import check_folder, move_into_place, partial_of
 from interp.text import Text
 
 CARD = "README.md"
@@ -125,7 +125,7 @@ def written(
         if getattr(model, name) is not None
     }
     pruning = dataclasses.replace(planned, text=how)
-    partial = target.with_name(target.name + ".partial")
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
