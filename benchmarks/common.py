@@ -153,23 +153,54 @@ def smollm2(device: str) -> Model:
 
 
 @contextmanager
-def random_gpt2(device: str, **overrides: Any) -> Iterator[Model]:
-    """A randomly weighted GPT-2, the small one's shape unless overridden."""
+def random_model(shape: str, device: str) -> Iterator[Model]:
+    """A randomly weighted model of one of `SHAPES`."""
     import interp
 
-    with TemporaryDirectory() as folder:
-        yield interp.load_model(save_gpt2(Path(folder) / "gpt2-shape", **overrides), device=device)
+    with TemporaryDirectory() as temporary:
+        yield interp.load_model(SHAPES[shape](Path(temporary) / "random"), device=device)
 
 
 def save_gpt2(folder: Path, **overrides: Any) -> Path:
-    """A checkpoint with random weights, and a tokenizer whose tokens are the words w1, w2, ..."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-    from transformers.utils import logging
+    """A GPT-2 with random weights, the small one's shape unless overridden."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     last = overrides.get("vocab_size", GPT2Config().vocab_size) - 1
-    config = GPT2Config(bos_token_id=last, eos_token_id=last, **overrides)
+    return _save(folder, GPT2LMHeadModel, GPT2Config(**overrides), last)
+
+
+def save_pythia(folder: Path) -> Path:
+    """A GPT-NeoX with random weights, Pythia-160M's shape: ids from 50277 on are padding."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        max_position_embeddings=2048,
+        vocab_size=50304,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        use_parallel_residual=True,
+    )
+    return _save(folder, GPTNeoXForCausalLM, config, 50276)
+
+
+SHAPES = {"gpt2-small shape": save_gpt2, "pythia-160m shape": save_pythia}
+
+
+def _save(folder: Path, kind: Any, config: Any, last: int) -> Path:
+    """A checkpoint, with a tokenizer whose tokens are the words w0, w1, ... and <|endoftext|>."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    config.bos_token_id = config.eos_token_id = last
     logging.disable_progress_bar()
     end = "<|endoftext|>"
     words = {f"w{i}": i for i in range(last)} | {end: last}
@@ -178,7 +209,7 @@ def save_gpt2(folder: Path, **overrides: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        kind(config).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, unk_token=end)
     fast.save_pretrained(folder)
     return folder
@@ -199,7 +230,7 @@ def full_text(model: Model, documents: int, context: int) -> Text:
     """
     import interp
 
-    if model.cfg.family == "gpt2":
+    if model.cfg.family != "llama":
         made = random_documents(documents, context, model.cfg.vocab_size)
     else:
         news = interp.load_text("news", model, documents=40 * documents, context=context)

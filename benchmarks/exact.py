@@ -3,9 +3,9 @@
 * peer: `run_with_hooks` with one hook per head, on the same batches with the same mask, then the
   fast cross-entropy on flattened logits (and KL from the same log-probabilities). The model is as
   it was loaded: what interp changes while it measures (`Model.measuring`) is not the peer's.
-* floor: nothing but what must run after a head of layer l has changed: W_O and the MLP of block l,
-  the bridge's blocks after it called directly, the final norm, the unembedding of the predicted
-  positions by F.linear in cache-sized chunks, cross-entropy.
+* floor: nothing but what must run after a head of layer l has changed: W_O of block l, its MLP (not
+  that of a parallel block), the bridge's blocks after it called directly, the final norm, the
+  unembedding of the predicted positions by F.linear in cache-sized chunks, cross-entropy.
 
 One head of every few layers is timed, since all heads of a layer cost the same and a layer's cost
 is linear in the layers after it: the mean over these layers (whose mean depth is that of all) times
@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.common import ZERO, Options, Row, Time, full_text, random_gpt2, smollm2, timed
+from benchmarks.common import ZERO, Options, Row, Time, full_text, random_model, smollm2, timed
 from interp import splice
 from interp.analyzers.heads import measure
 from interp.model import Model
 from interp.text import Text, TokenBatch
 
+SMOLLM2, GPT2, PYTHIA = "smollm2-135m", "gpt2-small shape", "pythia-160m shape"
 FLOOR = 1.15
 APART = 5, 3
 """Layers from one that is timed to the next, in models of 24 layers or more and of fewer."""
@@ -48,12 +49,13 @@ class Case:
 
 
 CASES = [
-    Case("smollm2-135m, 128 tokens", "smollm2", 128, False, 3, 1.5),
-    Case("smollm2-135m, 128 tokens, with KL", "smollm2", 128, True, 3, 1.5),
-    Case("smollm2-135m, 512 tokens", "smollm2", 512, False, 2, None),
-    Case("gpt2-small shape, 128 tokens", "gpt2", 128, False, 3, 1.4),
-    Case("gpt2-small shape, 128 tokens, with KL", "gpt2", 128, True, 3, 1.4),
-    Case("gpt2-small shape, 512 tokens", "gpt2", 512, False, 2, None),
+    Case(f"{SMOLLM2}, 128 tokens", SMOLLM2, 128, False, 3, 1.5),
+    Case(f"{SMOLLM2}, 128 tokens, with KL", SMOLLM2, 128, True, 3, 1.5),
+    Case(f"{SMOLLM2}, 512 tokens", SMOLLM2, 512, False, 2, None),
+    Case(f"{GPT2}, 128 tokens", GPT2, 128, False, 3, 1.4),
+    Case(f"{GPT2}, 128 tokens, with KL", GPT2, 128, True, 3, 1.4),
+    Case(f"{GPT2}, 512 tokens", GPT2, 512, False, 2, None),
+    Case(f"{PYTHIA}, 128 tokens", PYTHIA, 128, False, 2, None),
 ]
 
 Scored = tuple[np.ndarray, np.ndarray | None]
@@ -65,10 +67,10 @@ def run(options: Options) -> list[Row]:
     wanted = [case for case in CASES if options.wants(case.name)]
     for name in dict.fromkeys(case.model for case in wanted):
         with ExitStack() as stack:
-            if name == "gpt2":
-                model = stack.enter_context(random_gpt2(options.device))
-            else:
+            if name == SMOLLM2:
                 model = smollm2(options.device)
+            else:
+                model = stack.enter_context(random_model(name, options.device))
             for case in wanted:
                 if case.model == name:
                     rows += compare(model, case, options)
@@ -222,7 +224,8 @@ class Ways:
         z = self.clean.z[layer].clone()
         z[:, :, self.head(layer)] = 0
         stream = self.calls[layer][0][0] + block.attn.o(z.flatten(2))
-        stream = stream + block.mlp(block.ln2(stream))
+        mlp = self.clean.mlp  # of a parallel block it reads what the attention has not changed
+        stream = stream + (block.mlp(block.ln2(stream)) if mlp is None else mlp[layer])
         for later in range(layer + 1, self.model.cfg.n_layers):
             args, kwargs = self.calls[later]
             out = bridge.blocks[later](stream, *args[1:], **kwargs)

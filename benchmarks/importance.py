@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.common import Options, Row, full_text, random_gpt2, smollm2, timed
+from benchmarks.common import SHAPES, Options, Row, full_text, random_model, smollm2, timed
 from interp.analyzers.heads import importance
 from interp.model import Model
 from interp.text import Text
@@ -23,16 +23,17 @@ from interp.text import Text
 CONTEXT = 64
 AT_MOST = 1.1
 REPS = 4
-SMOLLM2, GPT2 = "smollm2-135m, 64 tokens", "gpt2-small shape, 64 tokens"
+SMOLLM2 = "smollm2-135m"
 
 
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     if options.wants(SMOLLM2):
         rows.append(compare(smollm2(options.device), SMOLLM2, options))
-    if options.wants(GPT2):
-        with random_gpt2(options.device) as model:
-            rows.append(compare(model, GPT2, options))
+    for shape in SHAPES:
+        if options.wants(shape):
+            with random_model(shape, options.device) as model:
+                rows.append(compare(model, shape, options))
     return rows
 
 
@@ -53,7 +54,10 @@ def compare(model: Model, name: str, options: Options) -> Row:
         ratios.append(time.wall / two_passes.wall)
         cpu.append(time.cpu / two_passes.cpu)
         gap = max(gap, float(np.abs(mine.xi - theirs).max()))
-    note = f"{name}: 2 batches of {size}; the largest |dL/dxi| is {np.abs(theirs).max():.0e} nats."
+    note = (
+        f"{name}: 2 batches of {size} documents of {CONTEXT} tokens; the largest |dL/dxi| is "
+        f"{np.abs(theirs).max():.0e} nats."
+    )
     return Row(name, "interp / two passes", ratios, cpu, at_most=AT_MOST, gap=gap, notes=[note])
 
 

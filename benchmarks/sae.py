@@ -31,21 +31,21 @@ from probes.training import Job, Plan
 
 AT_LEAST_TRAIN, AT_LEAST_JUDGE, AT_MOST_MEMORY = 1.0, 1.5, 1.0
 LAYER, CONTEXT, ROWS, BATCH, K, WIDTH, LR = 6, 64, 32, 512, 32, 8, 1e-3
-TRAINED = 16 * ROWS  # windows; times 63 positions, whole batches of them
-JUDGED = 4 * ROWS  # documents
-HOOK = f"blocks.{LAYER}.hook_mlp_out"
+LATE = 20  # judged too: what stands before the layer is run once by interp
+TRAINED = 8 * ROWS  # windows; times 63 positions, whole batches of them
+JUDGED = ROWS  # documents
 
 
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
-    wanted = [case for case in ("training", "judging") if options.wants(case)]
+    layers = {f"judging, layer {layer}": layer for layer in (LAYER, LATE)}
+    wanted = [case for case in ("training", *layers) if options.wants(case)]
     if wanted:
         model = smollm2(options.device)
         with model.measuring():
             if "training" in wanted:
                 rows.append(train(model, options))
-            if "judging" in wanted:
-                rows.append(judge(model, options))
+            rows += [judge(case, model, n, options) for case, n in layers.items() if case in wanted]
     if options.wants("memory"):
         rows.append(memory(options))
     return rows
@@ -60,17 +60,25 @@ def windows_of(text: Text) -> Windows:
     return Windows(ids, included, len(text), int(included.sum()), text.special_ids)
 
 
+def hook(layer: int) -> str:
+    return f"blocks.{layer}.hook_mlp_out"
+
+
+def plan_of(model: Model, positions: int) -> Plan:
+    d = model.cfg.d_model
+    return Plan("sae", "topk", d, WIDTH * d, K, None, 0, LR, BATCH, positions)
+
+
 def ours(model: Model, text: Text) -> Any:
     """interp's training; the SAE."""
     stream = Stream(model, LAYER, windows_of(text), BATCH)
     d = model.cfg.d_model
-    plan = Plan("sae", "topk", d, WIDTH * d, K, None, 0, LR, BATCH, stream.tokens)
-    job = Job(plan, 1.0, torch.zeros(d), model.device)
+    job = Job(plan_of(model, stream.tokens), 1.0, torch.zeros(d), model.device)
     training.fit([job], stream, track(None, "", False))
     return job.sae
 
 
-def runner(model: Model, text: Text) -> Any:
+def runner(model: Model, text: Text, layer: int = LAYER) -> Any:
     """SAELens' training, as its tutorial has it, without logging or saving."""
     import sae_lens
     from datasets import Dataset
@@ -80,7 +88,7 @@ def runner(model: Model, text: Text) -> Any:
     sae = sae_lens.TopKTrainingSAEConfig(k=K, d_in=d, d_sae=WIDTH * d, decoder_init_norm=1.0)
     config = sae_lens.LanguageModelSAERunnerConfig(
         sae=sae,
-        hook_name=HOOK,
+        hook_name=hook(layer),
         context_size=CONTEXT,
         training_tokens=positions,
         store_batch_size_prompts=ROWS,
@@ -88,6 +96,7 @@ def runner(model: Model, text: Text) -> Any:
         lr=LR,
         lr_warm_up_steps=positions // BATCH // 20,
         lr_decay_steps=positions // BATCH // 5,
+        dead_feature_window=plan_of(model, positions).dead_steps,  # its loss takes time
         exclude_special_tokens=[int(i) for i in text.special_ids],
         device=str(model.device),
         logger=sae_lens.LoggingConfig(log_to_wandb=False),
@@ -159,18 +168,18 @@ def apart(model: Model, text: Text) -> float:
 # Judging ------------------------------------------------------------------------------------------
 
 
-def judged(model: Model, text: Text, sae: Any) -> dict[str, float]:
+def judged(model: Model, text: Text, sae: Any, layer: int) -> dict[str, float]:
     """interp's account of an SAE."""
     quality = Judge(len(text), model.cfg.d_model)
     firing = Firing(text, sae.cfg.d_sae, 10)
-    for tokens in activations.judged(model, LAYER, text):
+    for tokens in activations.judged(model, layer, text):
         acts = sae.encode(tokens.x)
         firing.see(acts, tokens)
         quality.see(tokens.x, sae.decode(acts), (acts > 0).sum(1).float(), tokens.document)
     firing.finish()
     zero = torch.zeros(model.cfg.d_model)
     put = {"sae": splicing.reconstructed(Sae(sae)), "zero": splicing.constant(zero)}
-    splicing.splice_in(model, LAYER, text, put)
+    splicing.splice_in(model, layer, text, put)
     found = quality.compute()
     return {"explained variance": 1 - found.fvu.value, "l0": found.l0.value}
 
@@ -206,29 +215,28 @@ def evaluated(model: Model, text: Text, sae: Any, store: Any) -> dict[str, float
     return {"explained variance": found["explained_variance"], "l0": found["l0"]}
 
 
-def judge(model: Model, options: Options) -> Row:
+def judge(case: str, model: Model, layer: int, options: Options) -> Row:
     text = full_text(model, JUDGED, CONTEXT)
     d = model.cfg.d_model
-    plan = Plan("sae", "topk", d, WIDTH * d, K, None, 0, LR, BATCH, BATCH)
-    sae = Job(plan, 1.0, torch.zeros(d), model.device).sae.eval()
-    sae.cfg.metadata.hook_name = HOOK
+    sae = Job(plan_of(model, BATCH), 1.0, torch.zeros(d), model.device).sae.eval()
+    sae.cfg.metadata.hook_name = hook(layer)
     with quiet():
-        store = runner(model, text).activations_store
+        store = runner(model, text, layer).activations_store
     ratios, cpu, gap, last = [], [], 0.0, Time(0, 0)
     for _ in range(options.reps or 3):
         other, slow = timed(lambda: evaluated(model, text, sae, store), model.device)
-        own, last = timed(lambda: judged(model, text, sae), model.device)
+        own, last = timed(lambda: judged(model, text, sae, layer), model.device)
         gap = max(gap, *(abs(own[name] - other[name]) for name in own))
         ratios.append(slow.wall / last.wall)
         cpu.append(slow.cpu / last.cpu)
     note = (
-        f"judging: {len(text)} documents of {CONTEXT} tokens, {last.wall:.1f} s with interp. The "
+        f"{case}: {len(text)} documents of {CONTEXT} tokens, {last.wall:.1f} s with interp. The "
         "difference is of explained variance and L0; the losses are means over other tokens "
         "(run_evals leaves out what BOS predicts, and its KL counts the last position)."
     )
     target = AT_LEAST_JUDGE
     name = "run_evals / interp"
-    return Row("judging", name, ratios, cpu, at_least=target, gap=gap, notes=[note])
+    return Row(case, name, ratios, cpu, at_least=target, gap=gap, notes=[note])
 
 
 # Memory -------------------------------------------------------------------------------------------

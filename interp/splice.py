@@ -70,7 +70,8 @@ class Reader:
         keep_reference: bool = False,
     ) -> None:
         self.model, self.batch, self.reference = model, batch, reference
-        self.keep: list[Tensor] | None = [] if keep_reference else None
+        self.keep_reference = keep_reference
+        self.kept: Reference | None = None
         self.index = batch.predicted.flatten().nonzero()[:, 0]
         self.targets = batch.targets.flatten()[self.index]
         width = model.cfg.vocab_rows * 4
@@ -101,13 +102,21 @@ class Reader:
             here = _in_place(logits)
             logp = torch.log_softmax(logits, -1, out=logits) if here else logits.log_softmax(-1)
             nll.append(-logp.gather(1, self.targets[at, None])[:, 0])
-            if self.keep is not None:
-                self.keep.append(logp.clone() if here else logp)
-            if self.reference is not None:
+            if self.keep_reference:
+                self._keep(at, logp, here)
+            elif self.reference is not None:  # writes over logp, as does the line above
                 cross = expected(self.reference.probabilities[at], logp, overwrite=here)
                 kl.append(self.reference.negative_entropy[at] - cross)
         self.nll = torch.cat(nll)
         self.kl = torch.cat(kl) if kl else None
+
+    def _keep(self, at: slice, logp: Float[Tensor, "token vocab"], here: bool) -> None:
+        """Into memory that is there for all chunks: each copy of it would take fresh pages."""
+        if self.kept is None:
+            n = len(self.index)
+            self.kept = Reference(logp.new_empty(n, logp.shape[1]), logp.new_empty(n))
+        torch.exp(logp, out=self.kept.probabilities[at])
+        self.kept.negative_entropy[at] = expected(self.kept.probabilities[at], logp, overwrite=here)
 
     def scores(self) -> Scores:
         """Sums over each row's tokens."""
@@ -124,11 +133,10 @@ class Reader:
 
     def make_reference(self) -> Reference:
         """The distributions of the run just read (with keep_reference)."""
-        assert self.keep is not None
-        logp = torch.cat(self.keep)
-        self.keep = None
-        probabilities = logp.exp()
-        return Reference(probabilities, expected(probabilities, logp))
+        kept = self.kept
+        assert kept is not None, "the model never reached its unembedding"
+        self.keep_reference, self.kept = False, None  # later runs of this reader leave it alone
+        return kept
 
 
 def expected(

@@ -66,8 +66,10 @@ class TokenBatch:
     def to(self, device: str | torch.device) -> "TokenBatch":
         """The same batch on a device."""
         parts = (self.tokens, self.mask, self.included, self.rows, self.window)
-        moved = (x.to(device) for x in parts)
-        return TokenBatch(*moved)
+        # Pinned, so that nobody waits for the copy.
+        if torch.device(device).type == "cuda" and self.tokens.device.type == "cpu":
+            return TokenBatch(*(x.pin_memory().to(device, non_blocking=True) for x in parts))
+        return TokenBatch(*(x.to(device) for x in parts))
 
 
 @dataclass(frozen=True, repr=False)
