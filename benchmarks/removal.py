@@ -1,10 +1,10 @@
 """Heads that are really gone: the measured speed-up against the one that the weights promise.
 
 Half of the heads of every layer (GPT-2's shape) or a third (SmolLM2: a whole KV group) are cut out
-of plain transformers models. The ideal: a pass takes as long as it has weights to multiply with, so
-the ratio of those of one token; in prefill the unembedding reads the last token alone.
-Below it stays what attention itself costs beside its matrices, and what does not shrink with them;
-decoding one sequence is bound by memory and by the overhead of many small kernels.
+of plain transformers models. The ideal is `speed.by_weights`: a pass takes as long as it has
+weights to multiply with. Below it stays what attention itself costs beside its matrices, and what
+does not shrink with them; decoding one sequence is bound by memory and by the overhead of many
+small kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compare(name: str, original: Any, half: int) -> list[Row]:
     heads = [(layer, head) for layer in range(config.num_hidden_layers) for head in range(half)]
     small = copy.deepcopy(original)
     pruned.cut(small, pruning.plan(config, heads))
-    ideal = {phase: weights(original, phase) / weights(small, phase) for phase in speed.PHASES}
+    ideal = speed.by_weights(original, small, CONTEXT)
     gap = apart(original, small, heads)
     timings: list[speed.Timing] = []
     vocabulary = config.vocab_size - 1
@@ -71,13 +71,6 @@ def compare(name: str, original: Any, half: int) -> list[Row]:
         rows.append(Row(case, "original / pruned", ratio.tolist(), gap=gap, notes=[note]))
         rows.append(Row(case, "speed-up / ideal", (ratio / ideal[timing.phase]).tolist(), gap=gap))
     return rows
-
-
-def weights(model: Any, phase: str) -> float:
-    """That one token is multiplied with."""
-    unembedding = model.get_output_embeddings().weight.numel()
-    read = 1 / speed.PROMPT if phase == "prefill" else 1
-    return speed.weights_per_token(model) - unembedding * (1 - read)
 
 
 def apart(original: Any, small: Any, heads: list[tuple[int, int]]) -> float:

@@ -36,6 +36,7 @@ COLUMNS = {
     "pearson": Column("Pearson r", "Over heads, of the values themselves."),
 }
 _SAME_MODEL = ("name", "source", "revision", "n_layers", "n_heads", "d_model", "vocab_size")
+_HASH = "weights_sha256"  # there, where a run's progress was saved: from the command line always
 
 
 def head_agreement(
@@ -65,6 +66,10 @@ def head_agreement(
                 f"head_agreement compares two heads results; one is of {one.analyzer}."
             )
     differing = [k for k in _SAME_MODEL if first.model.get(k) != second.model.get(k)]
+    hashed = [one.model.get(_HASH) for one in (first, second)]
+    rounded = first.model.get("dtype") != second.model.get("dtype")  # the same weights, other bits
+    if all(hashed) and hashed[0] != hashed[1] and not rounded:
+        differing.append("weights (by their sha256)")
     if differing:
         raise InterpError(
             "head_agreement compares the heads of one model on two texts; the runs' models differ "

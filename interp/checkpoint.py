@@ -18,7 +18,7 @@ import torch
 
 from interp import pruned, pruning
 from interp.errors import InterpError
-from interp.hub import INDEX, has_tokenizer, weight_files
+from interp.hub import AUTO_MODEL, INDEX, foreign_classes, has_tokenizer, weight_files
 
 ADAPTER = "adapter_config.json"
 # Buffers that old checkpoints carry beside their weights and that no current model reads.
@@ -26,7 +26,12 @@ HARMLESS_KEYS = ("attn.bias", "masked_bias", "attention.bias", "inv_freq", "posi
 
 
 def load(
-    folder: Path, name: str, dtype: torch.dtype | Literal["auto"], allow_pickle: bool
+    folder: Path,
+    name: str,
+    dtype: torch.dtype | Literal["auto"],
+    allow_pickle: bool,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any, list[str]]:
     """The model, its tokenizer (None if there is none) and what a reader must know of them.
 
@@ -37,19 +42,38 @@ def load(
         name: what the messages call it.
         dtype: of the weights; auto: as they are stored.
         allow_pickle: also read `.bin` weights.
+        trust_remote_code: run the Python code that comes with it, where it names any.
 
     Raises:
         InterpError: no decoder-only language model, or incomplete, damaged or unknown.
     """
-    config = _decoder_config(folder, name)
+    config = _decoder_config(folder, name, trust_remote_code)
     check_weights(folder, name, allow_pickle)
     removed = pruning.of_config(config)
-    hf_model, unread = _from_pretrained(folder, name, config, dtype, allow_pickle)
+    hf_model, unread = _from_pretrained(
+        folder, name, config, dtype, allow_pickle, trust_remote_code
+    )
     if removed is not None:
         pruned.expand(hf_model, removed)
         unread.append(_removed_notice(removed))
-    tokenizer, missing = _tokenizer(folder)
-    return hf_model, tokenizer, [*unread, *missing]
+    tokenizer, missing = _tokenizer(folder, trust_remote_code)
+    return hf_model, tokenizer, [*unread, *missing, *_code_notices(folder, trust_remote_code)]
+
+
+def _code_notices(folder: Path, trusted: bool) -> list[str]:
+    """What a reader must know of the Python code that the checkpoint names."""
+    named = ", ".join(foreign_classes(folder))
+    if not named:
+        return []
+    if trusted:
+        return [
+            f"Python code that comes with the checkpoint ran ({named}): what is measured is what "
+            "that code computes, and it may do anything else that this user may do."
+        ]
+    return [
+        f"The checkpoint names Python code of its own ({named}), which was not run: transformers' "
+        "own classes of that kind are measured."
+    ]
 
 
 def _removed_notice(removed: pruning.Pruning) -> str:
@@ -61,7 +85,7 @@ def _removed_notice(removed: pruning.Pruning) -> str:
     )
 
 
-def _decoder_config(folder: Path, name: str) -> Any:
+def _decoder_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
     """The checkpoint's config, refused by name unless it is a decoder-only language model."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import (
@@ -79,11 +103,11 @@ def _decoder_config(folder: Path, name: str) -> Any:
                 else "Name the folder that save_pretrained wrote."
             )
         )
-    _refuse_foreign_code(folder, name)
+    _refuse_foreign_code(folder, name, trust_remote_code)
     try:
         with quiet():
             config = AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
     except Exception as error:
         raise InterpError(f"The config of {name!r} cannot be read: {first_line(error)}") from error
@@ -101,14 +125,15 @@ def _decoder_config(folder: Path, name: str) -> Any:
             f"{name!r} ({kind}) is an encoder-only model: it does not predict next tokens. "
             "interp measures decoders such as gpt2, pythia-160m or smollm2-135m."
         )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    own = trust_remote_code and AUTO_MODEL in (getattr(config, "auto_map", None) or {})
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own:
         raise InterpError(
             f"{name!r} ({kind}) is not a causal language model known to transformers."
         )
     return config
 
 
-def _refuse_foreign_code(folder: Path, name: str) -> None:
+def _refuse_foreign_code(folder: Path, name: str, trusted: bool) -> None:
     """What transformers would run, or load from elsewhere, in place of the checkpoint's weights."""
     from transformers import CONFIG_MAPPING
 
@@ -117,16 +142,23 @@ def _refuse_foreign_code(folder: Path, name: str) -> None:
             f"{name!r} holds {ADAPTER}, an adapter for another model: merge it into its model "
             "(merge_and_unload of peft) and save that."
         )
+    elsewhere = [c for c in foreign_classes(folder) if "--" in c]
+    if trusted and elsewhere:
+        raise InterpError(
+            f"{name!r} needs Python code that lies in another repository ({elsewhere[0]}): it is "
+            "not fetched. Save the model together with its code (save_pretrained)."
+        )
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # told where it is read
         return
-    if isinstance(raw, dict) and raw.get("auto_map"):
+    if isinstance(raw, dict) and raw.get("auto_map") and not trusted:
         kind = raw.get("model_type")
         if kind not in CONFIG_MAPPING:
             raise InterpError(
-                f"{name!r} ({kind}) needs Python code that comes with it, which interp never runs. "
-                "Use a model that transformers knows by itself."
+                f"{name!r} ({kind}) needs Python code that comes with it, which interp never runs "
+                "unasked. If you have read it and trust it, say --trust-remote-code "
+                "(trust_remote_code=True); or use a model that transformers knows by itself."
             )
 
 
@@ -164,7 +196,12 @@ def check_weights(folder: Path, name: str, allow_pickle: bool) -> None:
 
 
 def _from_pretrained(
-    folder: Path, name: str, config: Any, dtype: torch.dtype | str, allow_pickle: bool
+    folder: Path,
+    name: str,
+    config: Any,
+    dtype: torch.dtype | str,
+    allow_pickle: bool,
+    trust_remote_code: bool,
 ) -> tuple[Any, list[str]]:
     try:
         with quiet():
@@ -174,7 +211,7 @@ def _from_pretrained(
                 dtype=dtype,
                 attn_implementation="eager",
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 use_safetensors=None if allow_pickle else True,
             )
@@ -208,7 +245,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _tokenizer(folder: Path) -> tuple[Any, list[str]]:
+def _tokenizer(folder: Path, trust_remote_code: bool) -> tuple[Any, list[str]]:
     from transformers import AutoTokenizer
 
     if not has_tokenizer(folder):
@@ -216,7 +253,7 @@ def _tokenizer(folder: Path) -> tuple[Any, list[str]]:
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
     except Exception as error:
         return None, [f"No tokenizer could be loaded from {str(folder)!r}: {first_line(error)}"]

@@ -298,6 +298,10 @@ def _analyze(
     more: dict[str, Any] = {"out": folder}
     if export is not None:
         more |= {"overwrite": output.overwrite, "command": command()}
+    if output.overwrite and not config.resume:
+        from interp.journal import discard
+
+        discard(folder)
     try:
         result = measure(models, text, config, **more)
     except KeyboardInterrupt:

@@ -81,6 +81,8 @@ class ModelOptions(_Options):
     """Never ask a model hub or the package index."""
     allow_pickle: bool = False
     """Also read .bin weights, which are pickles and can run code."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint: only code that you have read."""
 
     @property
     def label(self) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from interp.errors import InterpError
 
@@ -26,6 +28,8 @@ PICKLE_FILES = ["pytorch_model*.bin"]
 IGNORED_FILES = ["*/*"]
 TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab*", "*.tiktoken"]
 INDEX = "model.safetensors.index.json"
+CODE_FILES = ["*.py"]
+AUTO_MODEL = "AutoModelForCausalLM"
 OFFLINE_VALUES = {"1", "ON", "YES", "TRUE"}
 
 
@@ -109,6 +113,41 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
+def foreign_classes(folder: Path) -> list[str]:
+    """The classes of its own that a checkpoint names for its config, decoder and tokenizer.
+
+    Each as "module.Class", with "owner/name--" before it where the code lies in another repository.
+    """
+    found: list[str] = []
+    kinds = {"config.json": ("AutoConfig", AUTO_MODEL), "tokenizer_config.json": ("AutoTokenizer",)}
+    for file, names in kinds.items():
+        try:
+            raw = json.loads((folder / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        named: Any = raw.get("auto_map") if isinstance(raw, dict) else None
+        if isinstance(named, list):  # of tokenizers, in older files
+            named = {"AutoTokenizer": named}
+        named = named if isinstance(named, dict) else {}
+        for value in map(named.get, names):
+            parts = value if isinstance(value, list) else [value]
+            found += [part for part in parts if isinstance(part, str)]
+    return found
+
+
+def code_digests(folder: Path) -> dict[str, str]:
+    """Python file of a checkpoint -> its sha256; {} where it names no class of its own."""
+    if not foreign_classes(folder):
+        return {}
+    files = sorted(folder.glob("*.py"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _lacks_code(folder: Path) -> bool:
+    own = (named.split(".")[0] for named in foreign_classes(folder) if "--" not in named)
+    return any(not (folder / f"{module}.py").exists() for module in own)
+
+
 def cached_snapshot(
     repo: str, revision: str | None = None, *, allow_pickle: bool = False
 ) -> Path | None:
@@ -129,7 +168,12 @@ def cached_snapshot(
 
 
 def snapshot(
-    repo: str, revision: str | None = None, *, offline: bool = False, allow_pickle: bool = False
+    repo: str,
+    revision: str | None = None,
+    *,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    code: bool = False,
 ) -> tuple[Path, str]:
     """A model repository as a local folder, from the cache or else from the hub.
 
@@ -138,6 +182,7 @@ def snapshot(
         revision: branch, tag (Pythia: `step1000`) or commit; None is the main branch.
         offline: never ask the hub.
         allow_pickle: also take `.bin` weights where there are no safetensors.
+        code: also take Python files (nothing here runs them).
 
     Returns:
         The folder and the commit it is of.
@@ -146,8 +191,10 @@ def snapshot(
         InterpError: not cached and no hub, no such repository or revision, or no access.
     """
     folder = cached_snapshot(repo, revision, allow_pickle=allow_pickle)
-    if folder is not None and (has_tokenizer(folder) or offline or not reachable()):
-        return folder, folder.name
+    if folder is not None:
+        whole = has_tokenizer(folder) and not (code and _lacks_code(folder))
+        if whole or offline or not reachable():
+            return folder, folder.name
     wanted = f"{repo!r}" + (f" at revision {revision!r}" if revision else "")
     if offline or not reachable():
         raise InterpError(_absent(repo, revision, wanted, offline, allow_pickle))
@@ -165,6 +212,7 @@ def snapshot(
                     f"{wanted} has its weights only as .bin files, which are pickles and can run "
                     "code. Say --allow-pickle (allow_pickle=True) if you trust it."
                 )
+        patterns = patterns + CODE_FILES * code
         folder = Path(
             snapshot_download(
                 repo,

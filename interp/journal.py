@@ -100,8 +100,7 @@ class Journal:
         """The next stage; what several share as a name is numbered."""
         self._names[what] += 1
         n = self._names[what]
-        self.stage_now = Stage(self, what if n == 1 else f"{what} {n}")
-        return self.stage_now
+        return Stage(self, what if n == 1 else f"{what} {n}")
 
     def halve(self) -> None:
         """The stage at work ran out of memory: it gets half the batch, as do later ones.
@@ -153,7 +152,12 @@ class Journal:
         return self.folder / f"sums-{name}.safetensors"
 
     def keep(self, stage: Stage, done: int, state: Values) -> None:
-        """Save what a stage has added up, at the next occasion."""
+        """Save what a stage has added up, at the next occasion.
+
+        Raises:
+            InterpError: two names of the state hold one tensor.
+        """
+        _expect_apart(stage.name, state)
         tensors: dict[str, Tensor] = {}
         tree = json.dumps({"done": done, "state": _pack(dict(state), tensors)})
         tensors["tree"] = torch.frombuffer(bytearray(tree.encode()), dtype=torch.uint8)
@@ -245,12 +249,33 @@ class Journal:
 
 
 class Stage:
-    """A part of a run whose batches have one size."""
+    """A part of a run whose batches have one size.
+
+    It is at work within `with`, and while `batches`, `through`, `fold` or `each` hand out items.
+    Memory that runs out then is its batches' fault, and no other's.
+    """
 
     def __init__(self, journal: Journal, name: str) -> None:
         self.journal, self.name = journal, name
         self.now, self.least, self.unit = 0, None, "rows"
-        self._count = 0
+        self._count = self._depth = 0
+
+    def __enter__(self) -> Stage:
+        self._depth += 1
+        self.journal.stage_now = self
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:  # what broke off within this stage is still its own
+            return
+        self._depth -= 1
+        if not self._depth:
+            self.journal.stage_now = None
+
+    def through(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; this stage is at work until they are through."""
+        with self:
+            yield from items
 
     @property
     def size_key(self) -> str:
@@ -282,7 +307,8 @@ class Stage:
         self, model: Model, text: Text, batch_size: int | Literal["auto"], *, graph: bool = False
     ) -> Iterator[TokenBatch]:
         """The text's batches on the model's device, of this stage's size."""
-        return text.batches(self.rows(model, text, batch_size, graph=graph), model.device)
+        rows = self.rows(model, text, batch_size, graph=graph)
+        return self.through(text.batches(rows, model.device))
 
     def rows(
         self, model: Model, text: Text, batch_size: int | Literal["auto"], *, graph: bool = False
@@ -302,23 +328,24 @@ class Stage:
             ahead: results begun before the first of them is read, which waits for the device.
         """
         first, self._count = self._count, self._count + count
-        for start in range(0, count, ahead):
-            here = range(start, min(start + ahead, count))
-            interrupts.begin()
-            try:
-                known = {i: self.journal.get(self.key(first + i)) for i in here}
-                made = {i: compute(i) for i, values in known.items() if values is None}
-                for i in here:
-                    values = known[i]
-                    if values is None:
-                        values = {k: _array(v) for k, v in made[i].items() if v is not None}
-                        self.journal.put(self.key(first + i), values)
-                    yield values
-            finally:
-                interrupts.end()
-            if self.journal.due():
-                self.journal.flush()
-            interrupts.check()
+        with self:
+            for start in range(0, count, ahead):
+                here = range(start, min(start + ahead, count))
+                interrupts.begin()
+                try:
+                    known = {i: self.journal.get(self.key(first + i)) for i in here}
+                    made = {i: compute(i) for i, values in known.items() if values is None}
+                    for i in here:
+                        values = known[i]
+                        if values is None:
+                            values = {k: _array(v) for k, v in made[i].items() if v is not None}
+                            self.journal.put(self.key(first + i), values)
+                        yield values
+                finally:
+                    interrupts.end()
+                if self.journal.due():
+                    self.journal.flush()
+                interrupts.check()
 
     def once(self, compute: Callable[[], Values]) -> dict[str, np.ndarray]:
         """One small result."""
@@ -332,22 +359,23 @@ class Stage:
             state: name -> what the loop adds up: arrays and tensors that it changes in place, lists
                 and dicts, objects made of such. Set to what was saved, before the first item.
         """
-        done = self.journal.restore(self, state)
-        count = 0
-        for count, item in enumerate(items, 1):
-            if count <= done:
-                continue
-            interrupts.begin()
-            try:
-                yield item
-            finally:
-                interrupts.end()
-            if self.journal.records and (interrupts.asked() or self.journal.due()):
+        with self:
+            done = self.journal.restore(self, state)
+            count = 0
+            for count, item in enumerate(items, 1):
+                if count <= done:
+                    continue
+                interrupts.begin()
+                try:
+                    yield item
+                finally:
+                    interrupts.end()
+                if self.journal.records and (interrupts.asked() or self.journal.due()):
+                    self.journal.keep(self, count, state)
+                    self.journal.flush()
+                interrupts.check()
+            if self.journal.records and count > done:
                 self.journal.keep(self, count, state)
-                self.journal.flush()
-            interrupts.check()
-        if self.journal.records and count > done:
-            self.journal.keep(self, count, state)
 
 
 def _array(value: Tensor | np.ndarray) -> np.ndarray:
@@ -385,7 +413,8 @@ def measured(
         work: all that is to be done, inside `model.measuring()`.
 
     Raises:
-        InterpError: a run to take up that is another one; out of memory with the smallest batch.
+        InterpError: a run to take up that is another one, or one that was not to be taken up and
+            whose progress is there; out of memory where no smaller batch would help.
         KeyboardInterrupt: there is nothing to show, or it was asked for twice.
     """
     global _current
@@ -406,6 +435,8 @@ def measured(
             _current = before
             interrupts.reset()
     run.notices += journal.notices
+    if what is not None:
+        run.weights_sha256 = what["model"]["weights"]
     return run
 
 
@@ -453,28 +484,19 @@ def _opened(
     partial = results.partial_of(target)
     folder = partial / results.PROGRESS
     lying = results.unfinished(target) / results.PROGRESS if config.resume else folder
-    saved = None
     with contextlib.ExitStack() as stack:
-        try:
+        with _told(partial):
             lying.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locks.exclusive(lying / LOCK_FILE, wait=False))
+            known = read_json(lying / RUN_FILE) if config.resume else None
+            found = next(_progress(lying), None) is not None
+            if known is not None:  # refused before anything is moved
+                expect_same(known, what)
+            elif found:
+                raise InterpError(_not_ours(lying.parent, config.resume))
             if config.resume:
-                saved = read_json(lying / RUN_FILE)
-                if saved is not None:  # refused before anything is moved
-                    expect_same(saved, what)
                 results.reopen(target)
-            for file in folder.glob("*.safetensors") if saved is None else ():
-                file.unlink()
             _replace(folder / RUN_FILE, json.dumps(what, indent=1).encode())
-        except locks.TakenError:
-            raise InterpError(
-                f"Another process is at work in {partial}: wait for it, or choose another --out."
-            ) from None
-        except OSError as error:
-            raise InterpError(
-                f"cannot save progress in {partial}: {error.strerror or error}. Free space, or "
-                "choose another --out."
-            ) from error
         journal = Journal(folder, config.checkpoint_every)
         if not journal.empty:
             journal.notices.append(
@@ -490,6 +512,54 @@ def _opened(
             raise
 
 
+def _not_ours(folder: Path, resume: bool) -> str:
+    if resume:
+        return (
+            f"The progress in {folder} does not say which run it is of ({RUN_FILE} is missing or "
+            "damaged), so it is not taken up. Delete that folder to begin again."
+        )
+    return (
+        f"{folder} holds what an earlier run has measured, which is not thrown away unasked: "
+        "take it up (resume=True), give another out, or delete that folder."
+    )
+
+
+def _progress(folder: Path) -> Iterator[Path]:
+    """The files that a run has saved its progress in."""
+    return folder.glob("*.safetensors")
+
+
+def discard(out: str | os.PathLike[str]) -> None:
+    """Throw away what an unfinished run has left in `<out>.partial` to be taken up.
+
+    Raises:
+        InterpError: another process is at work in it, or it cannot be written to.
+    """
+    partial = results.partial_of(Path(out).expanduser())
+    folder = partial / results.PROGRESS
+    if not folder.is_dir():
+        return
+    with _told(partial), locks.exclusive(folder / LOCK_FILE, wait=False):
+        for file in _progress(folder):
+            file.unlink()
+
+
+@contextlib.contextmanager
+def _told(partial: Path) -> Iterator[None]:
+    """What keeps progress from being saved, as an InterpError."""
+    try:
+        yield
+    except locks.TakenError:
+        raise InterpError(
+            f"Another process is at work in {partial}: wait for it, or choose another --out."
+        ) from None
+    except OSError as error:
+        raise InterpError(
+            f"cannot save progress in {partial}: {error.strerror or error}. Free space, or "
+            "choose another --out."
+        ) from error
+
+
 def identity(analyzer: str, run: Any) -> dict[str, Any]:
     """All that a run's numbers depend on, as JSON has it."""
     options = {k: v for k, v in dataclasses.asdict(run.config).items() if k not in NO_MATTER}
@@ -497,7 +567,7 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
     found = {
         "analyzer": analyzer,
         "options": options,
-        "model": run.model.describe() | {"weights": fingerprint(run.model)},
+        "model": run.model.describe() | fingerprints(run.model),
         "data": None if text is None else text.describe() | _digests(text),
         "versions": results.environment(),
     }
@@ -505,18 +575,27 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
 
 
 def fingerprint(model: Model) -> str:
-    """Of all that a model's function depends on: weights, buffers, configuration, and what is
-    attached to it (by name: what a hook does cannot be told).
+    """`fingerprints` as one."""
+    return " ".join(fingerprints(model).values())
+
+
+def fingerprints(model: Model) -> dict[str, str]:
+    """Of all that a model's numbers depend on: its weights, and what is done with them.
+
+    The latter: buffers, configuration, and what is attached to it (by name: what a hook does cannot
+    be told).
     """
-    digest = hashlib.sha256()
     own = model.bridge.original_model
-    for name, tensor in sorted([*own.named_parameters(), *own.named_buffers()], key=_name):
-        _take_in(digest, name, tensor)
+    weights, function = hashlib.sha256(), hashlib.sha256()
+    for name, tensor in sorted(own.named_parameters(), key=_name):
+        _take_in(weights, name, tensor)
+    for name, tensor in sorted(own.named_buffers(), key=_name):
+        _take_in(function, name, tensor)
     config = {k: v for k, v in own.config.to_dict().items() if k != "_name_or_path"}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    function.update(json.dumps(config, sort_keys=True, default=str).encode())
     attached = [*hooks.foreign_hooks(model), *hooks.left_on(model)]
-    digest.update(json.dumps(attached).encode())
-    return digest.hexdigest()
+    function.update(json.dumps(attached).encode())
+    return {"weights": weights.hexdigest(), "function": function.hexdigest()}
 
 
 def _name(pair: tuple[str, Tensor]) -> str:
@@ -643,6 +722,36 @@ def _replace(file: Path, contents: bytes) -> None:
 # State as a tree ----------------------------------------------------------------------------------
 # What a loop adds up, as JSON and tensors. Objects are written as their attributes and restored
 # into the objects that are there: nothing that was read says which class to make.
+
+
+def _expect_apart(stage: str, state: Values) -> None:
+    """Refuse a state in which two names hold one tensor: taken up, each would get its own."""
+    names: dict[tuple[str, int], str] = {}
+    seen: set[int] = set()  # objects that several names may hold: they stay one
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, Tensor | np.ndarray):
+            held = isinstance(value, Tensor)
+            where = (value.device.type, value.data_ptr()) if held else ("cpu", value.ctypes.data)
+            if value.nbytes and names.setdefault(where, name) != name:
+                raise InterpError(
+                    f"What the stage {stage!r} adds up holds one tensor as {names[where]} and as "
+                    f"{name}: taken up, each would have its own. Make it two tensors."
+                )
+            return
+        parts: Mapping[Any, Any] = {}
+        if isinstance(value, Mapping):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        elif hasattr(value, "__dict__"):
+            parts = vars(value)
+        if parts and id(value) not in seen:
+            seen.add(id(value))
+            for key, part in parts.items():
+                look(part, f"{name}.{key}" if name else str(key))
+
+    look(state, "")
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -21,6 +21,7 @@ import torch
 
 from interp import checkpoint, dequantise, names, probe, pruning
 from interp.errors import InterpError
+from interp.hub import code_digests
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Activation classes of transformers that torch has as one kernel; GPT-2's takes longer than a
@@ -74,6 +75,8 @@ class Model:
     dtype: torch.dtype
     notices: list[str] = field(default_factory=list)
     gguf: Path | None = None  # the file that the checkpoint was dequantised from
+    # Python files that came with the checkpoint and ran, with their sha256; {} but where asked for.
+    remote_code: dict[str, str] = field(default_factory=dict)
     bos_token_id: int | None = None  # overrides the tokenizer's, where set
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
@@ -100,6 +103,7 @@ class Model:
             **facts,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            **({"remote_code": dict(self.remote_code)} if self.remote_code else {}),
         }
 
     def scratch(self, rows: int, columns: int) -> torch.Tensor:
@@ -204,6 +208,7 @@ def load_model(
     dtype: str = "float32",
     offline: bool = False,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Load a decoder for measuring.
 
@@ -216,6 +221,8 @@ def load_model(
         dtype: float32, bfloat16 or float16.
         offline: never ask the hub or the package index.
         allow_pickle: also read `.bin` weights (pickles can run code; off by default).
+        trust_remote_code: run Python code that comes with the checkpoint (off by default: it can do
+            whatever you can). The bridge must know a class that the model's class is made of.
 
     Returns:
         The model, in eval mode.
@@ -226,8 +233,9 @@ def load_model(
     if dtype not in DTYPES:
         raise InterpError(f"Unknown dtype {dtype!r}. Give one of {', '.join(DTYPES)}.")
     chosen = pick_device(device)
-    found = names.resolve(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
-    return load_found(found, chosen, DTYPES[dtype], allow_pickle=allow_pickle)
+    trusted: Any = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
+    found = names.resolve(name, revision=revision, offline=offline, **trusted)
+    return load_found(found, chosen, DTYPES[dtype], **trusted)
 
 
 def load_found(
@@ -236,6 +244,7 @@ def load_found(
     dtype: torch.dtype,
     *,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     refuse: probe.Refuse = probe.refuse,
 ) -> Model:
     """Load what a name was found to mean.
@@ -245,6 +254,7 @@ def load_found(
         device: that is there.
         dtype: of weights and activations.
         allow_pickle: also read `.bin` weights.
+        trust_remote_code: run Python code that comes with the checkpoint.
         refuse: what is done with a model that fails a check (`interp doctor` looks on; nobody else
             should).
 
@@ -257,7 +267,9 @@ def load_found(
         if folder.is_file():
             folder, more = dequantise.folder_of(folder)
             notices = [*notices, *more]
-        hf_model, tokenizer, more = checkpoint.load(folder, found.name, dtype, allow_pickle)
+        hf_model, tokenizer, more = checkpoint.load(
+            folder, found.name, dtype, allow_pickle, trust_remote_code=trust_remote_code
+        )
         try:
             hf_model = hf_model.to(device)
         except RuntimeError as error:  # out of memory, above all
@@ -266,6 +278,7 @@ def load_found(
             ) from error
         model = _bridge(hf_model, tokenizer, device, found, folder, refuse)
         model.gguf = found.path if folder != found.path else None
+        model.remote_code = code_digests(folder) if trust_remote_code else {}
     model.notices = [*notices, *more]
     return model
 
@@ -285,7 +298,10 @@ def untrained(model: Model, seed: int) -> Model:
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), checkpoint.quiet():
         torch.manual_seed(seed)
         fresh = AutoModelForCausalLM.from_config(
-            config, dtype=model.dtype, attn_implementation="eager"
+            config,
+            dtype=model.dtype,
+            attn_implementation="eager",
+            trust_remote_code=bool(model.remote_code),
         )
         found = names.Found(
             f"untrained {model.name}",
@@ -310,8 +326,10 @@ def _bridge(
     """Wrap, compare with plain transformers on a probe, and state the facts."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-    config, kind = hf_model.config, type(hf_model).__name__
-    embedding, unembedding = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
+    config, kind = hf_model.config, _architecture(hf_model)
+    embedding = unembedding = None
+    with contextlib.suppress(NotImplementedError):  # of a class that transformers does not have
+        embedding, unembedding = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     if embedding is None or unembedding is None:
         raise InterpError(f"{found.name!r} ({kind}) has no token embedding or no unembedding.")
     rows = embedding.weight.shape[0]
@@ -350,6 +368,20 @@ def _bridge(
         bos_default=text.get("bos_default", found.bos_default),
         logits_are_unembedded=measured.logits_are_unembedded,
     )
+
+
+def _architecture(hf_model: Any) -> str:
+    """The class of transformers that the bridge is to take a model for.
+
+    Its own; where that came with the checkpoint, the first one that it is made of and that the
+    bridge knows. Whether the bridge then computes what the model does, `probe` measures.
+    """
+    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
+    kinds = [kind.__name__ for kind in type(hf_model).__mro__]
+    if type(hf_model).__module__.startswith("transformers_modules."):
+        return next((kind for kind in kinds if kind in SUPPORTED_ARCHITECTURES), kinds[0])
+    return kinds[0]
 
 
 def _facts(

@@ -58,6 +58,7 @@ def resolve(
     revision: str | None = None,
     offline: bool = False,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Found:
     """Find a model. A model that was named is never replaced by another.
 
@@ -70,12 +71,14 @@ def resolve(
     if not given.strip():
         raise InterpError("The model's name is empty. Give a short name, a folder or a .gguf file.")
     try:
-        return _resolve(given, revision, offline, allow_pickle)
+        return _resolve(given, revision, offline, allow_pickle, trust_remote_code)
     except (OSError, RuntimeError, ValueError) as error:  # no permission, too long, no such user
         raise InterpError(f"The model {given!r} cannot be looked up: {error}") from error
 
 
-def _resolve(given: str, revision: str | None, offline: bool, allow_pickle: bool) -> Found:
+def _resolve(
+    given: str, revision: str | None, offline: bool, allow_pickle: bool, code: bool
+) -> Found:
     path = Path(given).expanduser()
     if given.lower() == EMBEDDED and not path.exists():
         _no_revision(revision, "The embedded model")
@@ -98,7 +101,9 @@ def _resolve(given: str, revision: str | None, offline: bool, allow_pickle: bool
         repo = given
     else:
         raise InterpError(_unknown(given))
-    folder, commit = hub.snapshot(repo, revision, offline=offline, allow_pickle=allow_pickle)
+    folder, commit = hub.snapshot(
+        repo, revision, offline=offline, allow_pickle=allow_pickle, code=code
+    )
     return Found(given.split("/")[-1], folder, source=repo, revision=commit)
 
 

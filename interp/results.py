@@ -54,6 +54,10 @@ _PACKAGES = {
     "transformers": "transformers",
     "transformer_lens": "transformer-lens",
     "sae_lens": "sae-lens",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
 }
 _REQUIRED = [
     "schema_version",
@@ -126,7 +130,7 @@ def of_run(
 
     Args:
         run: has `config`, `model`, `text` (or None), `notices`, `started`, `began` (of
-            `time.perf_counter`) and `complete`.
+            `time.perf_counter`) and `complete`; `weights_sha256` where its model's were hashed.
         analyzer: the command's name.
         tables: name -> DataFrame.
         columns: table -> what its columns mean, and those that it might have had.
@@ -134,10 +138,11 @@ def of_run(
         units: what keys of the summary mean, likewise.
         **more: further fields of Result, or others in place of the run's.
     """
+    hashed = getattr(run, "weights_sha256", None)
     fields: dict[str, Any] = {
         "analyzer": analyzer,
         "config": dataclasses.asdict(run.config),
-        "model": run.model.describe(),
+        "model": run.model.describe() | ({"weights_sha256": hashed} if hashed else {}),
         "data": run.text.describe() if run.text is not None else {},
         "summary": summary,
         "summary_columns": {k: v for k, v in units.items() if k in summary},

@@ -29,6 +29,7 @@ __all__ = [
     "mean_interval",
     "paired_t",
     "percentile_of",
+    "positive_interval",
     "spearman",
     "verdict",
 ]
@@ -77,6 +78,33 @@ def mean_interval(x: Numbers, confidence: float = 0.95, axis: int = 0) -> Interv
     values = _documents(x, axis)
     mean, error = _mean_and_error(values)
     return _t_interval(mean, error, len(values), confidence)
+
+
+def positive_interval(x: Numbers, confidence: float = 0.95, axis: int = 0) -> Interval:
+    """Mean over documents of what cannot be negative, with its Student t interval on a log scale.
+
+    The ends are mean * exp(-h) and mean * exp(h), h being half of the width of `mean_interval` over
+    the mean (the delta method): nearly that interval where it is narrow, and never below 0 where it
+    is wide. Mean absolute slopes and KL divergences are such values.
+
+    Args:
+        x: values of at least 0, in any unit; the interval has the same.
+        confidence: probability of covering the mean of the documents' population, between 0 and 1.
+        axis: the document axis of x, which the result lacks.
+
+    Returns:
+        The interval; nan ends for a single document, zero width where all documents are equal.
+        Where a value is below 0 after all (rounding of what is 0), that of `mean_interval`.
+
+    Raises:
+        InterpError: no document, a value that is not finite, or a confidence outside (0, 1).
+    """
+    plain = mean_interval(x, confidence, axis)
+    fits = (_documents(x, axis).min(0) >= 0) & (plain.mean > 0)
+    half = (plain.high - plain.mean) / np.where(fits, plain.mean, 1.0)
+    with np.errstate(over="ignore"):  # where `fits` is not
+        low, high = (plain.mean * np.exp(sign * half) for sign in (-1, 1))
+    return Interval(plain.mean, np.where(fits, low, plain.low), np.where(fits, high, plain.high))
 
 
 def paired_t(differences: Numbers, axis: int = 0, confidence: float = 0.95) -> PairedT:

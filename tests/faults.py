@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from interp import encoding, hooks, interventions, splice, text
+from interp import encoding, hooks, interventions, scores, splice, text
+from interp.analyzers.heads.standins import Donors
 from interp.model import Model
 from tests import tiny
 
@@ -31,6 +32,7 @@ class Fault:
     """A fault, the families that can have it, and the check that names it.
 
     first: no check before `check` fails. Where not, the fault shows in an earlier one as well.
+    only: no other check fails at all.
     note: words of the outcome's note.
     """
 
@@ -39,6 +41,7 @@ class Fault:
     plant: Callable[[Model, Any], object]
     first: bool = True
     note: str = ""
+    only: bool = False
 
 
 def force(thing: Any, name: str, value: Any) -> None:
@@ -392,6 +395,94 @@ def one_token_more(model: Model, patch: Any) -> None:
     patch.setattr(importance, "predicted_counts", lambda text: before(text) + 1)
 
 
+# What analyzers read ------------------------------------------------------------------------------
+
+
+def other_fact(name: str) -> Callable[[Model, Any], None]:
+    """A fact that is stated wrongly."""
+
+    def plant(model: Model, patch: Any) -> None:
+        value = getattr(model.cfg, name)
+        other = {bool: lambda: not value, int: lambda: value - 1, float: lambda: 0.5 * (1 - value)}
+        words = {"LN": "RMS", "RMS": "LN"}
+        wrong = words[value] if isinstance(value, str) else other[type(value)]()
+        model.cfg = dataclasses.replace(model.cfg, **{name: wrong})
+
+    return plant
+
+
+def heads_read_apart(name: str) -> Callable[[Model, Any], None]:
+    """Weights of each head that `interp.scores` hands out as the next head's."""
+
+    def plant(model: Model, patch: Any) -> None:
+        before = getattr(scores, name)
+
+        def read(*args: Any) -> Any:
+            found = before(*args)
+            return (found[0], rolled(found[1])) if isinstance(found, tuple) else rolled(found)
+
+        patch.setattr(scores, name, read)
+
+    return plant
+
+
+def folding(name: str, change: Callable[[Any], Any]) -> Callable[..., None]:
+    """A norm's (gain, whether it centres), read wrongly."""
+    return in_place_of(scores, name, lambda found: change(*found))
+
+
+def angles_off(model: Model, patch: Any) -> None:
+    in_place_of(scores, "_angles", lambda found: (1.01 * found[0], found[1]))(model, patch)
+
+
+def scale_off(model: Model, patch: Any) -> None:
+    def off(found: Any) -> Any:
+        return None if found is None else dataclasses.replace(found, scale=1.01 * found.scale)
+
+    in_place_of(scores, "_form_of", off)(model, patch)
+
+
+def own_donor(model: Model, patch: Any) -> None:
+    before = Donors.__init__
+
+    def made(self: Donors, *args: Any) -> None:
+        before(self, *args)
+        self.of = list(range(len(self.of)))
+
+    patch.setattr(Donors, "__init__", made)
+
+
+def donor_by_place(model: Model, patch: Any) -> None:
+    """The next document of the text, whatever the seed says."""
+    before = Donors.__init__
+
+    def made(self: Donors, *args: Any) -> None:
+        before(self, *args)
+        self.of = [(i + 1) % len(self.of) for i in range(len(self.of))]
+
+    patch.setattr(Donors, "__init__", made)
+
+
+def donor_by_batch(model: Model, patch: Any) -> None:
+    """The next document of the batch."""
+    before = Donors.z
+
+    def z(self: Donors, batch: Any) -> Any:
+        own, rows = self.of, batch.rows.tolist()
+        self.of = {row: rows[(i + 1) % len(rows)] for i, row in enumerate(rows)}  # type: ignore[assignment]
+        try:
+            return before(self, batch)
+        finally:
+            self.of = own
+
+    patch.setattr(Donors, "z", z)
+
+
+def donor_positions(model: Model, patch: Any) -> None:
+    before = Donors._positions
+    patch.setattr(Donors, "_positions", staticmethod(lambda *a: before(*a).roll(1, 1)))
+
+
 FAULTS: dict[str, Fault] = {
     # those that the field's issue trackers are full of
     "KV heads tiled, not interleaved": Fault("KV mapping", LLAMA, tile),
@@ -493,5 +584,55 @@ FAULTS: dict[str, Fault] = {
     "a stale prefix": Fault("spliced suffix", ALL, stale_prefix, False),
     "the first position included": Fault("included positions", ALL, first_included),
     "the first position counted": Fault("included positions", ALL, first_counted, note="mean z"),
+    "W_O of the next head": Fault(
+        "head contributions", ALL, heads_read_apart("output_weights"), note="W_O of layer"
+    ),
+    **{
+        f"another {name}": Fault("model facts", ALL, other_fact(name), note=f"{name}: ")
+        for name in ("norm", "gated", "parallel", "tied", "n_ctx", "d_mlp", "n_layers", "d_head")
+    },
+    "another share that is rotated": Fault(
+        "model facts", ALL, other_fact("rotary_fraction"), note="rotated dimensions"
+    ),
+    "a head that is said to be cut out": Fault(
+        "model facts", ALL, facts(removed=((0, 1),)), note="removed"
+    ),
+    "W_V of the next head": Fault(
+        "weights as read", ALL, heads_read_apart("value_weights"), note="W_V", only=True
+    ),
+    "W_K of the next head": Fault("weights as read", ALL, heads_read_apart("weights"), note="W_K"),
+    "angles of a rotation": Fault(
+        "score form", NEOX + LLAMA, angles_off, note="the rotation of layer", only=True
+    ),
+    "scale of the form": Fault("score form", ALL, scale_off, note="the scale of layer"),
+    "a gain left out": Fault(
+        "folded norms",
+        ALL,
+        folding("norm_gain", lambda gain, centres: (torch.ones_like(gain), centres)),
+        note="the norm folded in",
+        only=True,
+    ),
+    "centring left out": Fault(
+        "folded norms",
+        GPT2 + NEOX,
+        folding("norm_gain", lambda gain, _: (gain, False)),
+        note="the norm folded in",
+        only=True,
+    ),
+    "gains stored minus one": Fault(
+        "folded norms",
+        ALL,
+        folding("final_norm_gain", lambda gain, centres: (1 + gain, centres)),
+        note="values, folded",
+        only=True,
+    ),
+    "a document for itself": Fault(
+        "resample donors", ALL, own_donor, note="stands in for itself", only=True
+    ),
+    "donors by place": Fault(
+        "resample donors", ALL, donor_by_place, note="in another order", only=True
+    ),
+    "donors by batch": Fault("resample donors", ALL, donor_by_batch, only=True),
+    "positions of donors": Fault("resample donors", ALL, donor_positions, only=True),
     "slopes of one token more": Fault("gradient importance", ALL, one_token_more),
 }

@@ -9,9 +9,12 @@ import scipy.stats
 
 import interp
 from interp.errors import InterpError
+from interp.model import load_model
 from interp.report import compare
 from interp.text import load_text
 from tests import tiny
+from tests.faults import changed as changed_weight
+from tests.faults import set_first
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,29 @@ def test_what_cannot_be_compared_is_refused(runs, load):
     )
     with pytest.raises(InterpError, match="no measure"):
         interp.head_agreement(runs[0], bare)
+
+
+def test_models_are_told_apart_by_their_weights(runs, checkpoint, tmp_path):
+    """Of one name and source, as a folder that was trained on."""
+
+    def measured(folder, change=None):
+        model = load_model(checkpoint("gpt2"), device="cpu")
+        if change is not None:
+            changed_weight(next(model.bridge.original_model.parameters()), change)
+        text = load_text(tiny.corpus(24)[:10], model, documents=4, context=24)
+        return interp.heads(model, text, progress=False, out=tmp_path / folder)
+
+    first, again = measured("a"), measured("b")
+    assert len(first.model["weights_sha256"]) == 64
+    assert len(interp.head_agreement(first, again, draws=20)) == 2
+    other = measured("c", set_first(0.5))
+    with pytest.raises(InterpError, match="differ in weights"):
+        interp.head_agreement(first, other)
+    # Another dtype has other bits; a run that kept nothing has no hash.
+    coarse = dataclasses.replace(other, model={**other.model, "dtype": "bfloat16"})
+    interp.head_agreement(first, coarse, draws=20)
+    assert "weights_sha256" not in runs[0].model
+    interp.head_agreement(runs[0], other, draws=20)
 
 
 def test_a_measure_that_is_the_same_everywhere_has_no_correlation(runs):

@@ -11,7 +11,7 @@ import interp
 import interp.config
 from interp import cli, hooks, pruned, pruning, scores
 from interp.doctor import arithmetic, examination, installation, outcome, specimens
-from interp.doctor.case import gap
+from interp.doctor.case import gap, gap_by_dimension
 from interp.doctor.outcome import Check, Measured, NotApplicableError
 from interp.errors import CheckError, InterpError, UsageError
 from interp.model import load_model
@@ -217,6 +217,20 @@ def test_gap():
         gap(a, a[:1])
 
 
+def test_gap_by_dimension():
+    a = np.array([[1000.0, 2.0, -1.0, 1e-9], [-500.0, 1.0, 0.5, 0.0]])
+    assert gap_by_dimension(a, a) == (0.0, 0)
+    off = np.array([[0, 0, 0, 0], [0, 0, 0.1, 0]])
+    assert gap_by_dimension(a + off, a) == (pytest.approx(0.1), 2)  # 0.1 of 1, though 1000 is there
+    assert gap(a + off, a) < 1e-3
+    assert gap_by_dimension(a - [0, 0, 0, 3e-6], a) == (pytest.approx(2e-3), 3)  # of 1.5 / 1000
+    # What cancels is relative to what it is made of.
+    assert gap_by_dimension(a + off, a, [a, 10 * a]) == (pytest.approx(0.01), 2)
+    assert np.isnan(gap_by_dimension(a * [1, 1, np.nan, 1], a)[0])
+    with pytest.raises(InterpError, match="shape"):
+        gap_by_dimension(a, a[:1])
+
+
 # GGUF files
 
 
@@ -336,9 +350,9 @@ def test_the_command_on_a_healthy_model(doctor, checkpoint):
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len([line for line in lines if line.rstrip().endswith("PASS")]) == 34
+    assert len([line for line in lines if line.rstrip().endswith("PASS")]) == 39
     assert "GPU as CPU: not applicable. there is no GPU here" in out
-    assert lines[-1] == "36 checks: 34 passed, 0 failed, 2 not applicable."
+    assert lines[-1] == "41 checks: 39 passed, 0 failed, 2 not applicable."
     assert "Look first" not in out
 
 
@@ -395,7 +409,7 @@ def test_the_installation_as_a_table(doctor, healthy, monkeypatch, no_network):
     monkeypatch.setattr(installation, "examine_installation", lambda *_: healthy)
     status, out, _ = doctor("--offline")
     assert status == 0
-    assert "tiny Llama, shared keys: 36 checks: 34 passed, 0 failed, 2 not applicable." in out
+    assert "tiny Llama, shared keys: 41 checks: 39 passed, 0 failed, 2 not applicable." in out
 
 
 def installed(name, **options):

@@ -12,6 +12,7 @@ from interp import cli, report
 from interp.analyzers.heads import cutting, importance, speed
 from interp.config import HeadsConfig
 from interp.errors import InterpError, UsageError
+from interp.report import heads_export
 from interp.text import load_text
 from tests import oracle, tiny
 
@@ -133,6 +134,24 @@ def test_weights_that_a_token_meets():
     per_layer = 60 * (48 + 16 + 16 + 48) + 3 * 60 * 88
     assert speed.weights_per_token(tiny.make_model("llama")) == 3 * per_layer + 300 * 60
     assert speed.weights_per_token(tiny.make_model("llama-tied")) == 3 * per_layer + 300 * 60
+    # In prefill the last of 32 tokens alone is unembedded.
+    for family, body in (("gpt2", 32640), ("llama", 3 * per_layer), ("llama-tied", 3 * per_layer)):
+        rows = {"gpt2": 40}.get(family, 60) * 300
+        found = speed.weights_per_token(tiny.make_model(family), "prefill", 32)
+        assert found == body + rows / 32
+
+
+def test_speedup_by_weights_is_told_by_phase(measured):
+    *_, result, _ = measured("gpt2")
+    export = result.summary["export"]
+    # A head of GPT-2's shape: 10 columns of q, k and v and 10 rows of W_O, 40 long; 5 are gone.
+    after = 32640 - 5 * 4 * 10 * 40
+    assert export["speedup_by_weights"] == {
+        "prefill": pytest.approx((32640 + 375) / (after + 375)),  # 12000 over a prompt of 32
+        "decode": pytest.approx((32640 + 12000) / (after + 12000)),
+    }
+    note = heads_export.digests(result)[-1].note
+    assert "could be 1.32 times in prefill, 1.22 times in decode" in note
 
 
 def test_speed_is_the_ratio_of_pairs():

@@ -240,6 +240,55 @@ def test_damaged_progress_is_measured_again(damage, model, text, whole, at_pass,
     assert saved(taken, tmp_path / "run") == expected
 
 
+# Nothing is thrown away unasked -------------------------------------------------------------------
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_progress_is_not_thrown_away_unasked(model, text, whole, at_pass, tmp_path):
+    out, progress = tmp_path / "run", tmp_path / "run.partial" / results.PROGRESS
+    at_pass(12, die)
+    with pytest.raises(Killed):
+        run("heads", model, text, out=out, checkpoint_every=0)
+    at_pass()
+    before = contents(progress)
+    assert any(name.endswith(".safetensors") for name in before)
+    for more in ({}, {"seed": 1}):
+        with pytest.raises(InterpError) as caught:
+            run("heads", model, text, out=out, **more)
+        told = str(caught.value)
+        assert all(w in told for w in ("run.partial", "resume=True", "another out", "delete"))
+        assert contents(progress) == before
+    # Where it does not say any more which run it is of, nor is it taken for this one.
+    (progress / journal.RUN_FILE).write_text("{")
+    with pytest.raises(InterpError, match="does not say which run it is of"):
+        run("heads", model, text, out=out, resume=True)
+    (progress / journal.RUN_FILE).write_bytes(before[journal.RUN_FILE])
+    assert contents(progress) == before
+    assert saved(run("heads", model, text, out=out, resume=True), out) == whole("heads")[0]
+
+
+def test_overwrite_throws_it_away(command, at_pass):
+    asked = command("heads", "--batch-size", "1")
+    assert cli.run([*asked, "--out", "whole"]) == 0
+    at_pass(2, die)
+    with pytest.raises(Killed):
+        cli.run([*asked, "--seed", "1", "--out", "r"])
+    count = at_pass()
+    assert list(Path("r.partial", results.PROGRESS).glob("*.safetensors"))
+    assert cli.run([*asked, "--out", "r"]) == 2
+    with locks.exclusive(Path("r.partial", results.PROGRESS, journal.LOCK_FILE), wait=False):
+        assert cli.run([*asked, "--out", "r", "--overwrite"]) == 1  # another process is at work
+    assert list(Path("r.partial", results.PROGRESS).glob("*.safetensors"))
+    before = count[0]
+    assert cli.run([*asked, "--out", "r", "--overwrite"]) == 0
+    assert count[0] > before
+    for file in Path("whole").glob("*.parquet"):
+        assert Path("r", file.name).read_bytes() == file.read_bytes()
+
+
 # Another run --------------------------------------------------------------------------------------
 
 
@@ -302,10 +351,10 @@ def test_another_run_is_refused(begun, folder, model, text, monkeypatch, tmp_pat
     # The same weights, another function of them.
     changed = load_model(folder, device="cpu")
     changed.bridge.original_model.config.layer_norm_epsilon = 0.5
-    refused("model.weights", model=changed)
+    refused("model.function", model=changed)
     changed = load_model(folder, device="cpu")
     changed.bridge.blocks[0].hook_in.add_hook(lambda tensor, hook: tensor * 1.01)
-    refused("model.weights", model=changed)
+    refused("model.function", model=changed)
     # The same documents, but other ones are left for what is fitted or judged on others.
     moved = dataclasses.replace(text, next=text.next + 1)
     refused("data.next", text=moved)
@@ -503,6 +552,23 @@ def test_state_comes_back_as_it_was(tmp_path):
     assert other.restore(other.stage("one"), into) == 0  # the second stage of that name
 
 
+def test_a_state_that_holds_one_tensor_twice_is_refused(tmp_path):
+    """Taken up, each name would have its own, and what is added to one would miss in the other."""
+    made = journal.Journal(tmp_path, 0)
+    one, sums = torch.zeros(3), Sums()
+    state = {"a": one, "b": {"c": [one]}}
+    with pytest.raises(InterpError, match=r"one tensor as a and as b\.c\.0"):
+        list(made.stage("s").fold([1], state))
+    with pytest.raises(InterpError, match="as a and as b"):  # a view of its memory
+        list(made.stage("s").fold([1], {"a": one, "b": one.view(3, 1).numpy()}))
+    with pytest.raises(InterpError, match=r"as sums\.same and as sums\.other"):
+        list(made.stage("s").fold([1], {"sums": sums}))
+    sums.other = torch.zeros(2)
+    # Objects stay one, and nothing is nobody's.
+    state = {"a": sums, "b": [sums], "c": torch.zeros(0), "d": torch.zeros(0), "e": sums.by_name}
+    assert list(made.stage("s").fold([1, 2], state)) == [1, 2]
+
+
 def test_a_stage_hands_over_what_was_saved(tmp_path):
     asked = []
 
@@ -595,6 +661,49 @@ def test_nothing_smaller_is_left(model, text, memory):
     memory(0)
     with pytest.raises(InterpError, match=r"Out of memory.*no smaller batch would help"):
         run("qkv", model, text, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "after"),
+    [
+        ("heads, resampled", "heads.circuits.measure"),
+        ("asymmetry", "asymmetry.example.measure"),
+        ("qkv", "qkv.overlap.measure"),
+    ],
+)
+def test_memory_that_runs_out_after_a_stage_halves_no_batch(
+    case, after, model, text, monkeypatch, tmp_path
+):
+    tried = []
+
+    def full(*_args, **_more):
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"interp.analyzers.{after}", full)
+    with pytest.raises(InterpError, match="Out of memory, and no smaller batch would help"):
+        run(case, model, text, out=tmp_path / "r", checkpoint_every=0)
+    assert len(tried) == 1
+
+
+def test_when_a_stage_is_at_work():
+    made = journal.Journal()
+    stage = made.stage("s")
+    assert made.stage_now is None
+    for _ in stage.through([1, 2]):
+        assert made.stage_now is stage
+        for _ in stage.each(2, lambda i: {"x": torch.zeros(1)}):
+            assert made.stage_now is stage
+        assert made.stage_now is stage
+    assert made.stage_now is None
+
+    def break_off():
+        for _ in stage.fold([1, 2], {}):
+            raise KeyError
+
+    with pytest.raises(KeyError):  # which is still told of it
+        break_off()
+    assert made.stage_now is stage
 
 
 def test_other_runtime_errors_are_not_taken_for_it(model, text, at_pass):

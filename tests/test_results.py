@@ -153,6 +153,10 @@ def test_result_json_has_the_documented_keys(tmp_path):
         "transformers",
         "transformer_lens",
         "sae_lens",
+        "numpy",
+        "scipy",
+        "tokenizers",
+        "safetensors",
         "python",
         "platform",
     ]

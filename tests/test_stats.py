@@ -26,6 +26,7 @@ from interp.stats import (
     mean_interval,
     paired_t,
     percentile_of,
+    positive_interval,
     spearman,
     verdict,
 )
@@ -74,6 +75,23 @@ def test_mean_interval_by_hand() -> None:
     assert float(result.high) == pytest.approx(5 + half, rel=1e-9)
 
 
+def test_positive_interval_by_hand() -> None:
+    # Half of the width above over the mean: 2.905162715 / 5 = 0.581032543; 5 exp(-+ that).
+    result = positive_interval([3.0, 4.0, 6.0, 7.0])
+    assert float(result.mean) == 5.0
+    assert float(result.low) == pytest.approx(2.796602729, rel=1e-8)
+    assert float(result.high) == pytest.approx(8.939417723, rel=1e-8)
+    # Columns: one document has it all; nothing; rounding below 0, as `mean_interval` has it.
+    x = np.array([[0.0, 0, -1e-9], [0, 0, 2e-9], [0, 0, 0], [4, 0, 1e-9]])
+    found, plain = positive_interval(x), mean_interval(x)
+    assert plain.low[0] < 0 < found.low[0] < 1 < found.high[0]
+    assert (found.low[1], found.high[1]) == (0, 0)
+    assert (found.low[2], found.high[2]) == (plain.low[2], plain.high[2])
+    narrow = 100 + np.arange(8.0)
+    ends = [(r.low, r.high) for r in (positive_interval(narrow), mean_interval(narrow))]
+    np.testing.assert_allclose(*ends, rtol=3e-4)
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 def test_intervals_and_p_values_are_scipys(axis: int, confidence: float) -> None:
@@ -110,20 +128,21 @@ def test_degenerate_differences() -> None:
 
 
 def test_a_single_document_has_a_mean_and_nothing_else() -> None:
-    for result in (mean_interval([[2.0, 0.0]]), paired_t([[2.0, 0.0]]), bootstrap_t([[2.0, 0.0]])):
+    for function in (mean_interval, positive_interval, paired_t, bootstrap_t):
+        result = function([[2.0, 0.0]])
         assert result.mean.tolist() == [2.0, 0.0]
         assert np.isnan(result.low).all() and np.isnan(result.high).all()
     assert np.isnan(paired_t([[2.0, 0.0]]).p).all()
 
 
-@pytest.mark.parametrize("function", [mean_interval, paired_t, bootstrap_t])
+@pytest.mark.parametrize("function", [mean_interval, positive_interval, paired_t, bootstrap_t])
 @pytest.mark.parametrize("bad", [[], [1.0, np.nan], [1.0, np.inf], 1.0, np.zeros((0, 3))])
 def test_unusable_documents_are_an_error(function: Callable[..., Interval], bad: object) -> None:
     with pytest.raises(InterpError):
         function(bad)
 
 
-@pytest.mark.parametrize("function", [mean_interval, paired_t, bootstrap_t])
+@pytest.mark.parametrize("function", [mean_interval, positive_interval, paired_t, bootstrap_t])
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
 def test_a_confidence_is_a_probability(
     function: Callable[..., Interval], confidence: float
@@ -435,6 +454,9 @@ def test_where_student_intervals_fall_short() -> None:
         for n in SIZES
     ]
     assert max(student) < 0.92
+    # Of values that cannot be negative, the scale of the logarithm helps as well.
+    logs = [coverage(strong, n, repeats=1500, interval=positive_interval) for n in SIZES]
+    assert all(c > s + 0.005 for s, c in zip(student, logs, strict=True))
     assert all(b > s + 0.02 for s, b in zip(student, bootstrap, strict=True))
     assert all(a < b for a, b in pairwise(student))
 

@@ -254,12 +254,17 @@ class Arithmetic:
 
     def norm(self, name: str, x: Array) -> Array:
         """The norm of that full name, of x [..., d_model]."""
-        if not self.family.rms:
-            x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.eps)
-        x = x * self._needed(name + ".weight")
+        size = np.sqrt(np.square(self._centred(x)).mean(-1, keepdims=True) + self.eps)
+        x = self.unscaled(name, x) / size
         bias = self.tensor(name + ".bias")
         return x if bias is None else x + bias
+
+    def unscaled(self, name: str, x: Array) -> Array:
+        """What is linear in the norm of that full name: all but its division and its bias."""
+        return self._centred(x) * self._needed(name + ".weight")
+
+    def _centred(self, x: Array) -> Array:
+        return x if self.family.rms else x - x.mean(-1, keepdims=True)
 
     def block_norm(self, layer: int, which: int, x: Array) -> Array:
         """The norm before the attention (0) or before the FFN (1)."""
@@ -267,17 +272,24 @@ class Arithmetic:
 
     def qkv(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         """Queries [pos, head, d_head], keys and values [pos, kv_head, d_head], not rotated."""
-        family, n, d = self.family, self.n_heads, self.d_head
-        if family.fused:
-            whole = self._apply(layer, family.qkv[0], x)
-            if family.fused == "part head":
-                q, k, v = np.moveaxis(whole.reshape(len(x), 3, n, d), 1, 0)
-            else:
-                q, k, v = np.moveaxis(whole.reshape(len(x), n, 3, d), 2, 0)
-            return q, k, v
-        q, k, v = (self._apply(layer, part, x) for part in family.qkv)
-        kv = (len(x), self.n_kv_heads, d)
-        return q.reshape(len(x), n, d), k.reshape(kv), v.reshape(kv)
+        return self._by_head([self._apply(layer, part, x) for part in self.family.qkv])
+
+    def qkv_weights(self, layer: int) -> tuple[Array, Array, Array]:
+        """W_Q [head, d_model, d_head], W_K and W_V [kv_head, d_model, d_head], raw."""
+        whole = self._by_head([self.projection(layer, part)[0] for part in self.family.qkv])
+        q, k, v = (part.swapaxes(0, 1) for part in whole)
+        return q, k, v
+
+    def _by_head(self, parts: Sequence[Array]) -> tuple[Array, Array, Array]:
+        """[row, head, d_head] of q, k and v, from [row, out] of the family's projections."""
+        n, d = self.n_heads, self.d_head
+        if not self.family.fused:
+            q, k, v = (part.reshape(len(part), -1, d) for part in parts)
+        elif self.family.fused == "part head":
+            q, k, v = np.moveaxis(parts[0].reshape(-1, 3, n, d), 1, 0)
+        else:
+            q, k, v = np.moveaxis(parts[0].reshape(-1, n, 3, d), 2, 0)
+        return q, k, v
 
     def turned(self, x: Array) -> Array:
         """x [pos, head, d_head] of one document, its first `rotated` dimensions rotated."""
@@ -288,6 +300,11 @@ class Arithmetic:
         a, b, rest = x[..., :half], x[..., half : self.rotated], x[..., self.rotated :]
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def turn(self, offset: int) -> Array:
+        """R [d_head, d_head] of an offset i - j: the score of i and j is scale * q_i R k_j."""
+        axes = np.broadcast_to(np.eye(self.d_head), (offset + 1, self.d_head, self.d_head))
+        return self.turned(axes)[offset]
 
     def kv_head(self, head: int) -> int:
         """The KV head that a query head reads: consecutive query heads share one."""
@@ -337,12 +354,15 @@ class Arithmetic:
         """[pos, d_model] sum over keys of coefficient times value, plus bias."""
         return self._apply(layer, self.family.down, coefficients)
 
-    def unembedded(self, x: Array) -> Array:
-        """[pos, vocab] logits of the final residual stream."""
+    def unembedding(self) -> Array:
+        """W_U [vocab, d_model], rows of padding included."""
         tied = (self.family.embedding,) if self.tied else ()
         names = [n for n in (*self.family.unembedding, *tied) if n in self.tensors]
-        weight = self._needed((names or self.family.unembedding)[0])
-        return self.norm(self.family.final, x) @ weight.T
+        return self._needed((names or self.family.unembedding)[0])
+
+    def unembedded(self, x: Array) -> Array:
+        """[pos, vocab] logits of the final residual stream."""
+        return self.norm(self.family.final, x) @ self.unembedding().T
 
     def logits(
         self,

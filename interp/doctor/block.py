@@ -7,14 +7,14 @@ at all that follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from interp import scores
 from interp.analyzers.ffn_keys import coefficients
-from interp.doctor.case import Case, gap, wide
+from interp.doctor.case import Case, gap, gap_by_dimension, wide
 from interp.doctor.outcome import Check, Largest, Measured, NotApplicableError
 
 Pair = tuple[str, np.ndarray, np.ndarray]
@@ -25,11 +25,34 @@ SMALL = 1e-3  # size of an input at which a norm's eps shows
 SAME = 0.999  # cosine from which one head's scores or outputs are made of a KV head
 
 
-def _compared(case: Case, pairs: Iterator[Pair], over: int = 1) -> Measured:
+def compared(
+    case: Case, pairs: Iterator[Pair], over: int = 1, *, by_dimension: bool = False
+) -> Measured:
+    """The largest error of all pairs.
+
+    Args:
+        case: whose model's rounding is allowed.
+        pairs: what is compared.
+        over: trailing dimensions that make one vector, which errors are relative to.
+        by_dimension: also each dimension by itself, relative to its own size.
+    """
     worst = Largest()
     for where, seen, expected in pairs:
         worst.add(gap(seen, expected, over), where)
+        if by_dimension:
+            _add_by_dimension(worst, where, seen, expected)
     return worst.measured(case.tolerance, "there is nothing to compare")
+
+
+def _add_by_dimension(
+    worst: Largest,
+    where: str,
+    seen: np.ndarray,
+    expected: np.ndarray,
+    terms: Sequence[np.ndarray] = (),
+) -> None:
+    error, dimension = gap_by_dimension(seen, expected, terms)
+    worst.add(error, f"{where}, dimension {dimension}")
 
 
 def _layers(case: Case) -> range:
@@ -48,7 +71,7 @@ def embedding(case: Case) -> Measured:
         made = case.arithmetic.embedded(case.documents)
         yield "resid_pre of layer 0", case.real("resid_pre", 0), made
 
-    return _compared(case, pairs())
+    return compared(case, pairs(), by_dimension=True)
 
 
 def norms(case: Case) -> Measured:
@@ -71,7 +94,7 @@ def norms(case: Case) -> Measured:
         expected = made.norm(made.family.final, small[None])
         yield "final norm, small input", of_small(bridge.ln_final), expected
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def qkv(case: Case) -> Measured:
@@ -83,7 +106,7 @@ def qkv(case: Case) -> Measured:
             for name, expected in zip("qkv", made, strict=True):
                 yield f"{name} of layer {i}", case.real(name, i), expected
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def kv_mapping(case: Case) -> Measured:
@@ -165,7 +188,7 @@ def attention_scores(case: Case) -> Measured:
                 where = f"layer {i}, before the mask{_cause(seen, expected)}"
                 yield where, _rows(seen), _rows(expected)
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def _rows(square: np.ndarray) -> np.ndarray:
@@ -205,7 +228,7 @@ def attention_pattern(case: Case) -> Measured:
                 if padding.size:
                     yield f"layer {i}: attention to padding", 1 + padding, np.ones_like(padding)
 
-    return _compared(case, pairs(), over=1)
+    return compared(case, pairs(), over=1)
 
 
 def head_outputs(case: Case) -> Measured:
@@ -223,7 +246,7 @@ def head_outputs(case: Case) -> Measured:
             for pattern, v, z in shown:
                 yield f"z of layer {i}", z, made.attended(pattern, v)
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def head_contributions(case: Case) -> Measured:
@@ -238,7 +261,7 @@ def head_contributions(case: Case) -> Measured:
             read = wide(scores.output_weights(case.model, i))
             yield f"W_O of layer {i}", read, weight.reshape(read.shape)
 
-    return _compared(case, pairs())
+    return compared(case, pairs(), by_dimension=True)
 
 
 def _with_ffn(case: Case) -> None:
@@ -257,7 +280,7 @@ def ffn_coefficients(case: Case) -> Measured:
             yield f"pre-activations of layer {i}", case.real("mlp_pre", i), made.ffn_pre(i, x)
             yield f"coefficients of layer {i}", case.real("mlp_post", i), made.coefficients(i, x)
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def ffn_output(case: Case) -> Measured:
@@ -273,25 +296,27 @@ def ffn_output(case: Case) -> Measured:
             weight, _ = made.projection(i, made.family.down)
             yield f"values of layer {i}", wide(memory.values), weight
 
-    return _compared(case, pairs())
+    return compared(case, pairs(), by_dimension=True)
 
 
 def residual_stream(case: Case) -> Measured:
     """resid_pre + attn_out + mlp_out = resid_post, and each layer starts where the last ended."""
-    made = case.arithmetic
+    made, worst = case.arithmetic, Largest()
 
-    def pairs() -> Iterator[Pair]:
-        for i in _layers(case):
-            stream, attention = case.real("resid_pre", i), case.real("attn_out", i)
-            if not made.parallel:
-                yield f"resid_mid of layer {i}", case.real("resid_mid", i), stream + attention
-            whole = stream + attention + case.real("mlp_out", i)
-            yield f"resid_post of layer {i}", case.real("resid_post", i), whole
-            if i:
-                before = case.real("resid_post", i - 1)
-                yield f"resid_pre of layer {i}", stream, before
+    def summed(where: str, seen: np.ndarray, *terms: np.ndarray) -> None:
+        expected = np.sum(terms, axis=0)
+        worst.add(gap(seen, expected), where)
+        _add_by_dimension(worst, where, seen, expected, terms)
 
-    return _compared(case, pairs())
+    for i in _layers(case):
+        stream, attention = case.real("resid_pre", i), case.real("attn_out", i)
+        if not made.parallel:
+            summed(f"resid_mid of layer {i}", case.real("resid_mid", i), stream, attention)
+        parts = (stream, attention, case.real("mlp_out", i))
+        summed(f"resid_post of layer {i}", case.real("resid_post", i), *parts)
+        if i:
+            summed(f"resid_pre of layer {i}", stream, case.real("resid_post", i - 1))
+    return worst.measured(case.tolerance, "there are no layers")
 
 
 def unembedding(case: Case) -> Measured:
@@ -302,7 +327,7 @@ def unembedding(case: Case) -> Measured:
         made = case.arithmetic.unembedded(case.real("resid_post", last))
         yield "logits", wide(case.captured[1][case.batch.mask]), made
 
-    return _compared(case, pairs())
+    return compared(case, pairs())
 
 
 def _check(name: str, meaning: str, run: Callable[[Case], Measured], unit: str = "") -> Check:

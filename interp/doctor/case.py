@@ -7,11 +7,10 @@ that need it, and no others.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +34,30 @@ COARSE = 0.1
 NATS = 1e-4
 MADE_UP = (14, 18, 5)  # lengths of the rows of ids that stand in where no text can be tokenised
 
+Made = TypeVar("Made")
+
+
+class Once(Generic[Made]):
+    """What a case makes when it is first asked for; where that fails, it fails once.
+
+    Whoever asks again gets the same value, or the same error, and nothing is run for it again.
+    """
+
+    def __init__(self, make: Callable[[Any], Made]) -> None:
+        self.make, self.name = make, make.__name__
+        self.__doc__ = make.__doc__
+
+    def __get__(self, case: Any, _owner: Any = None) -> Made:
+        if self.name not in case.kept:
+            try:
+                case.kept[self.name] = self.make(case), None
+            except Exception as error:
+                case.kept[self.name] = None, error
+        made, error = case.kept[self.name]
+        if error is not None:
+            raise error.with_traceback(None)  # or it would grow, and keep what its frames hold
+        return made
+
 
 class Case:
     """A loaded model, to be examined within `examined()`."""
@@ -52,7 +75,7 @@ class Case:
 
     # What the model reads -----------------------------------------------------------------------
 
-    @functools.cached_property
+    @Once
     def text(self) -> Text:
         """The examination's texts as the model's tokenizer cuts them."""
         if self.model.tokenizer is None:
@@ -60,7 +83,7 @@ class Case:
         context = min(CONTEXT, self.model.cfg.n_ctx)
         return load_text(list(TEXTS), self.model, documents=len(TEXTS), context=context)
 
-    @functools.cached_property
+    @Once
     def documents(self) -> list[list[int]]:
         """Token ids per document; made-up ones where no text can be tokenised."""
         try:
@@ -70,12 +93,12 @@ class Case:
             lengths = [min(n, most) for n in MADE_UP]
             return [[(7919 * (i + 3 * n) + 11) % rows for i in range(n)] for n in lengths]
 
-    @functools.cached_property
+    @Once
     def longest(self) -> int:
         """The document with most tokens."""
         return max(range(len(self.documents)), key=lambda i: len(self.documents[i]))
 
-    @functools.cached_property
+    @Once
     def batch(self) -> TokenBatch:
         """All documents in one padded batch."""
         rows = torch.arange(len(self.documents))
@@ -96,12 +119,12 @@ class Case:
 
     # What the model did -------------------------------------------------------------------------
 
-    @functools.cached_property
+    @Once
     def clean(self) -> Tensor:
         """[batch, pos, vocab] the model's logits of the batch, nothing hooked."""
         return self.model.forward(self.batch)
 
-    @functools.cached_property
+    @Once
     def captured(self) -> tuple[dict[tuple[str, int], list[Tensor]], Tensor]:
         """(site, layer) -> all that the site showed in one pass, and that pass's logits."""
         seen: dict[tuple[str, int], list[Tensor]] = {place: [] for place in self.places}
@@ -113,7 +136,7 @@ class Case:
             logits = self.model.forward(self.batch)
         return seen, logits
 
-    @functools.cached_property
+    @Once
     def places(self) -> list[tuple[str, int]]:
         """(site, layer) of every site that the model has."""
         found = []
@@ -145,7 +168,7 @@ class Case:
         """An array over real positions, cut into documents."""
         return np.split(positions, np.cumsum([len(d) for d in self.documents])[:-1])
 
-    @functools.cached_property
+    @Once
     def attending(self) -> tuple[dict[int, scores.Attention], dict[tuple[str, int], Tensor]]:
         """What `interp.scores` hands to analyzers per layer, and q, k, v of the same pass."""
         seen: dict[int, scores.Attention] = {}
@@ -167,7 +190,7 @@ class Case:
             self.model.forward(self.batch)
         return seen, shown
 
-    @functools.cached_property
+    @Once
     def forms(self) -> list[scores.Form] | None:
         """How the scores come about, as `interp.scores` finds; None where it refuses them.
 
@@ -176,46 +199,46 @@ class Case:
         try:
             return scores.form(self.model)
         except InterpError:
-            if self.config.get("model_type") in arithmetic.FAMILIES:
+            if self.written_out:
                 raise
             return None
 
-    @functools.cached_property
+    @Once
     def splices(self) -> bool:
         """Whether runs from the middle are used: in every family that is written out.
 
         Elsewhere a block may do more to its attention's output than the bridge shows (Bloom), which
         `splice.usable` measures; interp then runs such a model from the start.
         """
-        known = self.config.get("model_type") in arithmetic.FAMILIES
-        return known or splice.usable(self.model, self.text)
+        return self.written_out or splice.usable(self.model, self.text)
 
-    @functools.cached_property
+    @Once
     def prefix(self) -> splice.Clean:
         """A clean run of the batch, as runs from the middle reuse it, with KL."""
         return splice.run_clean(self.model, self.batch, kl=True)
 
     # Oracles ------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @Once
     def plain(self) -> Any:
         """The checkpoint loaded once more, by plain transformers alone, with its own attention."""
         from transformers import AutoConfig
 
         folder = self.model.folder
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        trust = bool(self.model.remote_code)  # or the model would not have been loaded
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         with torch.inference_mode(False), checkpoint.quiet():
             loaded = pruned.model_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=self.model.dtype,
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=trust,
                 use_safetensors=True if weight_files(folder) else None,
             )
         return loaded.eval().requires_grad_(False).to(self.model.device)
 
-    @functools.cached_property
+    @Once
     def plain_logits(self) -> list[np.ndarray]:
         """[pos, vocab] float64 per document, by plain transformers, one at a time, not padded."""
         return [self.plain_of(ids) for ids in self.documents]
@@ -227,7 +250,7 @@ class Case:
         with torch.no_grad():
             return wide(model(torch.tensor([ids], device=device), use_cache=False).logits[0])
 
-    @functools.cached_property
+    @Once
     def whole(self) -> Any:
         """The plain model; where heads were cut out of the checkpoint, with zeros in their place.
 
@@ -242,14 +265,23 @@ class Case:
             loaded, _, _ = checkpoint.load(folder, self.model.name, dtype, pickled)
         return loaded.requires_grad_(False).to(self.model.device)
 
-    @functools.cached_property
+    @Once
     def config(self) -> dict[str, Any]:
         """The checkpoint's config.json as it is written."""
         return json.loads((self.model.folder / "config.json").read_text(encoding="utf-8"))
 
-    @functools.cached_property
+    @property
+    def written_out(self) -> bool:
+        """Whether the family is one whose arithmetic is written out."""
+        return self.config.get("model_type") in arithmetic.FAMILIES and not self.model.remote_code
+
+    @Once
     def arithmetic(self) -> arithmetic.Arithmetic:
         """The forward pass written out, on the tensors of the plain model."""
+        if self.model.remote_code:
+            raise NotApplicableError(
+                "the arithmetic of the checkpoint's own code is not known here"
+            )
         config = self.whole.config.to_dict() if self.model.cfg.removed else self.config
         reason = arithmetic.unsupported(config, max(map(len, self.documents)))
         if reason is not None:
@@ -275,7 +307,7 @@ class Case:
         finally:
             weight.data = before
 
-    @functools.cached_property
+    @Once
     def heads(self) -> list[tuple[int, int]]:
         """Three heads to look at singly: in the first, the middle and the last layer."""
         there = self.model.cfg.heads()
@@ -326,6 +358,35 @@ def gap(seen: np.ndarray, expected: np.ndarray, over: int = 1) -> float:
     size = np.abs(expected).max(axes)
     size = np.maximum(size, max(1e-3 * float(size.max()), 1e-12))
     return float((np.abs(seen - expected).max(axes) / size).max())
+
+
+def gap_by_dimension(
+    seen: np.ndarray, expected: np.ndarray, terms: Sequence[np.ndarray] = ()
+) -> tuple[float, int]:
+    """The largest difference, relative to the size of the dimension that it is in, and which.
+
+    Beside a dimension that is far larger than the others, `gap` does not see these.
+
+    Args:
+        seen: [..., d].
+        expected: the same shape. The size of a dimension is its largest number; less than a
+            thousandth of the median counts as that, as what is nearly nothing is rounding.
+        terms: what `expected` is the sum of: its rounding is that of the largest of them.
+
+    Raises:
+        InterpError: they differ in shape.
+    """
+    if seen.shape != expected.shape:
+        raise InterpError(f"a shape of {seen.shape} where {expected.shape} is expected")
+    if not expected.size:
+        return 0.0, 0
+    width = expected.shape[-1]
+    sizes = [np.abs(x).reshape(-1, width).max(0) for x in (expected, *terms)]
+    size = np.max(sizes, axis=0)
+    size = np.maximum(size, max(1e-3 * float(np.median(size)), 1e-12))
+    errors = np.abs(seen - expected).reshape(-1, width).max(0) / size
+    worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
+    return float(errors[worst]), worst
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

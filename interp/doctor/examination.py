@@ -1,8 +1,8 @@
 """Examine a model: all checks, in the order in which a fault shows first.
 
 Static facts come first, then the steps of a block one after another, each from the model's own
-inputs, then whole runs. So the first failed check is the one to look at; what fails after it may
-follow from it.
+inputs, then what analyzers read beside them, then whole runs. So the first failed check is the one
+to look at; what fails after it may follow from it.
 
 What passing does not show: that the checkpoint is a good model, or the right one; and nothing of
 texts much longer than the examination's own.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from interp.config import DoctorOptions
-from interp.doctor import block, gguf_file, outcome, runs, tokens, wiring
+from interp.doctor import block, gguf_file, outcome, reading, runs, tokens, wiring
 from interp.doctor.case import Case
 from interp.doctor.outcome import Check, Measured, Outcome, Report
 from interp.errors import CheckError, InterpError
@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     gguf_file.CHECK,
     *tokens.CHECKS,
     *block.CHECKS,
+    *reading.CHECKS,
     wiring.RAW,
     *runs.CHECKS,
     wiring.GPU,
@@ -86,6 +87,7 @@ def examine_named(options: DoctorOptions, notify: Say, say: Say | None = None) -
         revision=options.revision,
         offline=options.offline,
         allow_pickle=options.allow_pickle,
+        trust_remote_code=options.trust_remote_code,
     )
     rows, model = of_found(named, device, options, notify, say)
     return Report(
@@ -107,6 +109,7 @@ def of_found(
             device,
             DTYPES[options.dtype],
             allow_pickle=options.allow_pickle,
+            trust_remote_code=options.trust_remote_code,
             refuse=refusals.append,
         )
     except InterpError as error:

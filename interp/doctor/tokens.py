@@ -18,7 +18,9 @@ def _fresh(case: Case) -> Any:
         raise NotApplicableError("this model has no tokenizer")
     with checkpoint.quiet():
         return AutoTokenizer.from_pretrained(
-            case.model.folder, local_files_only=True, trust_remote_code=False
+            case.model.folder,
+            local_files_only=True,
+            trust_remote_code=bool(case.model.remote_code),
         )
 
 

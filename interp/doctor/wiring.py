@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from interp import hooks
-from interp.doctor.arithmetic import FAMILIES
+from interp import hooks, pruning
 from interp.doctor.case import Case, gap, wide
 from interp.doctor.outcome import Check, Largest, Measured, NotApplicableError
 
 SERIAL_ONLY = "resid_mid"  # the only site that a parallel block has no place for
+ROTATED = "rotated dimensions of a head"
+
+
+def facts(case: Case) -> Measured:
+    """What `model.cfg` states is what config.json and the shapes of the checkpoint's tensors say.
+
+    That these in turn are what the model computes, `written-out arithmetic` shows. The vocabulary
+    has a check of its own.
+    """
+    expected, cfg = _facts(case), case.model.cfg
+    own = {name: getattr(cfg, name) for name in expected if name != ROTATED}
+    own[ROTATED] = int(cfg.d_head * cfg.rotary_fraction)
+    wrong = [
+        f"{name}: {own[name]} is stated, the checkpoint says {value}"
+        for name, value in expected.items()
+        if own[name] != value
+    ]
+    return Measured(len(wrong), note=wrong[0] if wrong else f"{len(expected)} facts")
+
+
+def _facts(case: Case) -> dict[str, Any]:
+    """Fact -> its value by config.json, or by the shape of the tensor that it is about."""
+    made, plain = case.arithmetic, case.plain
+    family, embedding = made.family, made.tensor(made.family.embedding)
+    positions = made.tensor(family.positions) if family.positions else None
+    layers = [name for name in made.tensors if name.startswith(family.layers)]
+    own, other = plain.get_input_embeddings().weight, plain.get_output_embeddings().weight
+    assert embedding is not None
+    return {
+        "family": case.config["model_type"],
+        "n_layers": len({name.removeprefix(family.layers).split(".")[0] for name in layers}),
+        "n_heads": made.n_heads,
+        "n_kv_heads": made.n_kv_heads,
+        "d_model": embedding.shape[1],
+        "d_head": made.projection(0, family.o)[0].shape[0] // made.n_heads,
+        "d_mlp": made.projection(0, family.down)[0].shape[0],
+        "gated": bool(family.gate),
+        "parallel": made.parallel,
+        ROTATED: made.rotated,
+        "norm": "RMS" if family.rms else "LN",
+        "tied": own.data_ptr() == other.data_ptr(),
+        "n_ctx": plain.config.max_position_embeddings if positions is None else len(positions),
+        "removed": _cut_out(case),
+    }
+
+
+def _cut_out(case: Case) -> tuple[tuple[int, int], ...]:
+    """(layer, head) of the heads that write nothing, in a checkpoint that heads were cut out of."""
+    if pruning.KEY not in case.config:
+        return ()
+    made = case.arithmetic
+    silent = []
+    for layer in range(made.n_layers):
+        weight, _ = made.projection(layer, made.family.o)
+        each = weight.reshape(made.n_heads, -1)
+        silent += [(layer, h) for h in range(made.n_heads) if not each[h].any()]
+    return tuple(silent)
 
 
 def dtype_and_device(case: Case) -> Measured:
@@ -103,7 +160,7 @@ def sites_fire_once(case: Case) -> Measured:
     everywhere = set(hooks.SITES) - ({SERIAL_ONLY} if cfg.parallel else set())
     places = [(name, layer) for layer in range(cfg.n_layers) for name in sorted(everywhere)]
     absent = [f"{n} of layer {i} is not there" for n, i in places if (n, i) not in seen]
-    if case.config.get("model_type") in FAMILIES:
+    if case.written_out:
         wrong += absent
     looked = f"{len(seen)} sites in {cfg.n_layers} layers"
     return Measured(len(wrong), note=wrong[0] if wrong else ", ".join([looked, *absent[:1]]))
@@ -162,6 +219,7 @@ def against_cpu(case: Case) -> Measured:
 
 
 CHECKS = (
+    Check("model facts", "count", "what cfg states is what the checkpoint says", facts),
     Check(
         "dtype and device",
         "count",

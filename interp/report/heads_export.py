@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from interp.report.view import Digest
-from interp.report.words import NATS, count, interval, number, percent, signed, unsigned, visible
+from interp.report.words import (
+    NATS,
+    count,
+    interval,
+    mapping,
+    number,
+    percent,
+    signed,
+    unsigned,
+    visible,
+)
 from interp.results import Result
 
 _PART = {
@@ -16,7 +26,7 @@ _PART = {
 }
 _SIZES = {
     "parameters": "parameters",
-    "weights_per_token": "weights that a token is multiplied with",
+    "weights_per_token": "weights that a decoded token is multiplied with",
     "cache_bytes_per_token": "KV cache, bytes per token",
 }
 
@@ -101,11 +111,12 @@ def digests(result: Result) -> list[Digest]:
         )
     table = result.tables.get("speed")
     if table is not None and not table.empty:
-        made.append(_speed_digest(table, number(export.get("speedup_by_weights"))))
+        made.append(_speed_digest(table, mapping(export.get("speedup_by_weights"))))
     return made
 
 
-def _speed_digest(table: Any, ideal: float | None) -> Digest:
+def _speed_digest(table: Any, by_weights: Mapping[str, Any]) -> Digest:
+    ideal = ", ".join(f"{unsigned(v, 2)} times in {visible(p, 10)}" for p, v in by_weights.items())
     return Digest(
         title="Speed (tokens per second)",
         head=("phase", "batch", "before", "after", "speed-up [quartiles]", "verdict"),
@@ -124,11 +135,7 @@ def _speed_digest(table: Any, ideal: float | None) -> Digest:
         note=f"Both models timed in turn, {count(table['rounds'].min())} or more rounds, prompts "
         f"of {count(table['prompt'].max())} tokens; median and quartiles over rounds. Faster or "
         "slower: the 95% interval of the mean ratio is."
-        + (
-            f" The weights that a token meets alone make {unsigned(ideal, 2)} times."
-            if ideal
-            else ""
-        ),
+        + (f" By the weights alone that a token meets it could be {ideal}." if ideal else ""),
     )
 
 

@@ -117,7 +117,7 @@ def _curve(run: _Run, made: Cut) -> str:
 def _speed(run: _Run, made: Cut) -> str:
     names = {
         "parameters": "parameters",
-        "weights_per_token": "weights that a token is multiplied with",
+        "weights_per_token": "weights that a decoded token is multiplied with",
         "cache_bytes_per_token": "KV cache, bytes per token",
     }
     sizes = [

@@ -38,7 +38,9 @@ class Cut:
     """A checkpoint that was written, and what is known of it.
 
     before, after: [document] nats per predicted token.
-    sizes: parameters, weights_per_token and cache_bytes_per_token, each (original, pruned).
+    sizes: parameters, weights_per_token (decoding) and cache_bytes_per_token, each (original,
+        pruned).
+    by_weights: phase -> how many times faster it could be by the weights alone.
     """
 
     choice: Choice
@@ -48,6 +50,7 @@ class Cut:
     before: np.ndarray
     after: np.ndarray
     sizes: dict[str, tuple[int, int]]
+    by_weights: dict[str, float]
     timings: list[speed.Timing]
     layers: int
 
@@ -75,8 +78,7 @@ class Cut:
             "documents": len(self.before),
             "documents_part": self.part,
             "logit_gap": self.written.logit_gap,
-            "speedup_by_weights": self.sizes["weights_per_token"][0]
-            / self.sizes["weights_per_token"][1],
+            "speedup_by_weights": self.by_weights,
             **pairs,
         }
 
@@ -109,6 +111,7 @@ def cut_out(run: _Run, overwrite: bool, command: str | None) -> Cut | None:
             found.clean,
             found.loss[:, 0],
             sizes=_sizes(original, small, model.cfg.vocab_size),
+            by_weights=speed.by_weights(original, small, model.cfg.n_ctx),
             timings=[],
             layers=model.cfg.n_layers,
         )
@@ -169,7 +172,10 @@ def _sizes(original: Any, small: Any, vocabulary: int) -> dict[str, tuple[int, i
     a, b = (speed.cache_bytes_per_token(m, vocabulary) for m in both)
     return {
         "parameters": (speed.parameters(original), speed.parameters(small)),
-        "weights_per_token": (speed.weights_per_token(original), speed.weights_per_token(small)),
+        "weights_per_token": (
+            int(speed.weights_per_token(original)),
+            int(speed.weights_per_token(small)),
+        ),
         "cache_bytes_per_token": (a, b),
     }
 
@@ -192,13 +198,12 @@ def _told(made: Cut, complete: bool) -> list[str]:
         )
     slow = [f"{r['phase']} at batch {r['batch']}" for r in rows if r["verdict"] != "faster"]
     if slow:
-        before, after = made.sizes["weights_per_token"]
+        ideal = " and ".join(f"{made.by_weights[p]:.2f} times in {p}" for p in speed.PHASES)
         out.append(
-            f"Not measurably faster in {', '.join(slow)}. {1 - after / before:.1%} of the weights "
-            f"that a token meets are gone, which alone makes {before / after:.2f} times the speed "
-            "(the attention itself, which grows with the context, saves more); what a layer and a "
-            "call cost whatever their size stays, and less than the spread of the rounds is not "
-            "told apart."
+            f"Not measurably faster in {', '.join(slow)}. By the weights alone that a token meets "
+            f"it could be {ideal} (the attention itself, which grows with the context, saves "
+            "more); what a layer and a call cost whatever their size stays, and less than the "
+            "spread of the rounds is not told apart."
         )
     return out
 

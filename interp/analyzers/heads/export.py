@@ -37,6 +37,11 @@ def refuse_early(model: Model, config: HeadsConfig, overwrite: bool) -> None:
         InterpError: what is impossible, and what could be done instead.
     """
     assert config.export is not None
+    if model.remote_code:
+        raise InterpError(
+            f"{model.name} runs Python code that came with it ({', '.join(model.remote_code)}): "
+            "what a checkpoint without some heads would need is not known."
+        )
     folder(config, overwrite)
     named = head_list(config.heads) if config.heads is not None else []
     gone = [head for head in named if head in set(model.cfg.removed)]

@@ -175,7 +175,7 @@ class Growing:
         out = empty_sweep(len(self.text), len(counts), kl=False)
         usable = splice.usable(self.model, self.text)
         loss, base = _ByDocument(self.text, out.loss), _ByDocument(self.text, out.clean[:, None])
-        for batch in self.text.batches(self.rows, self.model.device):
+        for batch in self.stage.through(self.text.batches(self.rows, self.model.device)):
             rows = batch.rows.cpu().numpy()
             clean = self._clean or splice.run_clean(self.model, batch)
             if self.single:
@@ -236,15 +236,16 @@ def time_of(
     model: Model, text: Text, removals: Sequence[Removal], batch_size: BatchSize, kl: bool
 ) -> float:
     """Expected seconds of a sweep, from the first batch at the first and the last layer."""
-    batch = next(journal.stage("timing").batches(model, text, batch_size))
-    clean = splice.run_clean(model, batch, kl=kl)
     seconds = []
-    for layer in (0, model.cfg.n_layers - 1):
-        edits = interventions.removals([(layer, 0)])
-        splice.run_edited(model, clean, edits)
-        began = time.perf_counter()
-        float(splice.run_edited(model, clean, edits).loss[0])
-        seconds.append(time.perf_counter() - began)
+    with journal.stage("timing") as stage:
+        batch = next(text.batches(stage.rows(model, text, batch_size), model.device))
+        clean = splice.run_clean(model, batch, kl=kl)
+        for layer in (0, model.cfg.n_layers - 1):
+            edits = interventions.removals([(layer, 0)])
+            splice.run_edited(model, clean, edits)
+            began = time.perf_counter()
+            float(splice.run_edited(model, clean, edits).loss[0])
+            seconds.append(time.perf_counter() - began)
     first, last = seconds
     depth = max(1, model.cfg.n_layers - 1)
     per_batch = sum(

@@ -65,8 +65,8 @@ COLUMNS = {
         for name, where in _WHERE.items()
         for end, words in (
             ("", "Mean over sequences of the "),
-            ("_low", "Lower end of the 95% t interval over sequences of the "),
-            ("_high", "Upper end of the 95% t interval over sequences of the "),
+            ("_low", "Lower end of the 95% t interval, on a log scale, over sequences of the "),
+            ("_high", "Upper end of the 95% t interval, on a log scale, over sequences of the "),
         )
     },
     "entropy": Column("nats", "Mean entropy of the attention, on repeated random tokens."),
@@ -249,7 +249,7 @@ def columns(made: Roles) -> dict[str, np.ndarray]:
     """Column -> [layer, head]."""
     out: dict[str, np.ndarray] = {}
     for name in NAMED:
-        ends = stats.mean_interval(made.repeated[name], axis=0)
+        ends = stats.positive_interval(made.repeated[name], axis=0)
         out[name], out[f"{name}_low"], out[f"{name}_high"] = ends.mean, ends.low, ends.high
     out["entropy"] = made.repeated["entropy"].mean(0)
     for name in ON_TEXT:

@@ -10,6 +10,7 @@ import torch
 
 from interp import hooks, interventions, splice
 from interp.analyzers.heads.importance import Gradients, included_sums
+from interp.errors import InterpError
 from interp.interventions import Head
 from interp.model import Model
 from interp.text import Text, TokenBatch
@@ -99,10 +100,9 @@ class Donors:
         lengths = np.array([sum(map(len, d.windows)) for d in text.documents])
         self.of: list[int] = []
         for i, document in enumerate(text.documents):
-            others = [j for j in range(len(text)) if j != i]
+            others = [j for j, d in enumerate(text.documents) if d.index != document.index]
             if not others:
-                self.of.append(i)
-                continue
+                raise InterpError("Resampling needs a second document to take outputs from.")
             rng = np.random.default_rng([seed, document.index])
             order = sorted(others, key=lambda j: text.documents[j].index)
             order = [order[k] for k in rng.permutation(len(order))]

@@ -28,8 +28,12 @@ HEADS_COLUMNS = {
     "importance": Column(
         NATS, "Mean over documents of |dL/dxi| at xi = 1, xi scaling the head's z (Michel 2019)."
     ),
-    "importance_low": Column(NATS, "Lower end of importance's 95% t interval over documents."),
-    "importance_high": Column(NATS, "Upper end of importance's 95% t interval over documents."),
+    "importance_low": Column(
+        NATS, "Lower end of importance's 95% t interval over documents, on a log scale."
+    ),
+    "importance_high": Column(
+        NATS, "Upper end of importance's 95% t interval over documents, on a log scale."
+    ),
     "importance_norm": Column("share of layer norm", "importance divided by its layer's l2 norm."),
     "importance_token": Column(
         NATS, "Mean over documents of the mean over included positions of |z . dL/dz|."
@@ -47,8 +51,8 @@ HEADS_COLUMNS = {
         "material: interval wholly beyond 0.01 nats; negligible: wholly within; else undecided.",
     ),
     "kl": Column(NATS, "KL(clean || ablated) of next-token distributions, mean over documents."),
-    "kl_low": Column(NATS, "Lower end of kl's 95% t interval over documents."),
-    "kl_high": Column(NATS, "Upper end of kl's 95% t interval over documents."),
+    "kl_low": Column(NATS, "Lower end of kl's 95% t interval over documents, on a log scale."),
+    "kl_high": Column(NATS, "Upper end of kl's 95% t interval over documents, on a log scale."),
     "loss_delta_mean": Column(
         NATS, "As loss_delta, with z replaced by its mean over other documents' included positions."
     ),
@@ -207,7 +211,7 @@ def _notices(run: _Run, summary: dict[str, Any]) -> list[str]:
 
 def _heads_table(run: _Run) -> pd.DataFrame:
     assert run.gradients is not None
-    importance = stats.mean_interval(np.abs(run.gradients.xi), axis=0)
+    importance = stats.positive_interval(np.abs(run.gradients.xi), axis=0)
     layers, heads = np.indices(importance.mean.shape)
     table = pd.DataFrame(
         {
@@ -266,7 +270,7 @@ def _exact_columns(run: _Run) -> dict[str, Any]:
     out["verdict"] = np.full(n, "not measured", dtype=object)
     if columns.any():
         delta = paired(run.exact.delta[rows][:, columns])
-        kl = stats.mean_interval(run.exact.kl[rows][:, columns], axis=0)
+        kl = stats.positive_interval(run.exact.kl[rows][:, columns], axis=0)
         q = stats.benjamini_hochberg(delta.p)
         parts = {
             "loss_delta": delta.mean,

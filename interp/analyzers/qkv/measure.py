@@ -103,17 +103,17 @@ def measure(
         len(text) * (1 + len(together) + len(each) * len(layers)), "interventions", progress
     )
     try:
-        for batch in text.batches(size, model.device):
+        for batch in stage.through(text.batches(size, model.device)):
             found = saved(functools.partial(splice.forward_scores, model, batch))
             losses.add((None, None), batch, found)
             bar.update(_documents(batch))
         for what in together:
             made = [(i, site, change) for i in layers for site, change in maker.changes(what, i)]
-            for batch in text.batches(size, model.device):
+            for batch in stage.through(text.batches(size, model.device)):
                 found = saved(functools.partial(_together, model, batch, made))
                 losses.add((what, None), batch, found)
                 bar.update(_documents(batch))
-        for batch in text.batches(size, model.device) if each else ():
+        for batch in stage.through(text.batches(size, model.device)) if each else ():
             clean = splice.run_clean(model, batch)
             for what in each:
                 for layer in layers:
