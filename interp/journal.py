@@ -707,7 +707,7 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         kind = "tensor" if isinstance(value, Tensor) else "array"
         if not isinstance(value, Tensor):
-            value = torch.from_numpy(np.require(value, requirements="CW"))
+            value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         name = str(len(tensors))
         tensors[name] = value.detach()
         return {kind: name, "device": str(value.device)}

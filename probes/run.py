@@ -41,6 +41,7 @@ from probes.fitting import NULL, RANDOM, SAE, Fitting, Trained
 from probes.judging import Judge, Quality
 from probes.splicing import Losses
 from probes.toy_models import toy
+from probes.training import Job
 
 CHUNK = 2048  # positions whose features are held at once
 REAL_TOKENS = 100_000_000
@@ -222,16 +223,11 @@ class Run:
         self.notices += self._without_effect()
         if config.sae is not None:
             return
-        n, there = self.fitting.tokens, self.fitting.windows.tokens
+        there = self.fitting.windows.tokens
         if there < config.train_tokens:
             self.notices.append(
                 f"{self.text.source} has {there:,} positions to train on beside the judged "
                 f"documents, of --train-tokens {config.train_tokens:,}."
-            )
-        if n < REAL_TOKENS:
-            self.notices.append(
-                f"Trained on {n:,} positions. Published SAEs take 1e8 to 1e10 "
-                "(--train-tokens, with a text that large): read the features as a demonstration."
             )
 
     # Stages -----------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ class Run:
         if self.config.sae is None:
             plans = self.fitting.plans()
             for job in self.fitting.fit(plans, stream, self.calibration, SAE):
-                self.trained[job.plan.name] = self.fitting.finish(job, self.sample)
+                self._keep(job)
         self._judge()
         self._losses()
         self._look_around()
@@ -260,8 +256,17 @@ class Run:
 
     def keep_unfinished(self) -> None:
         """What an interrupted training has come to."""
+        self._keep(self.fitting.jobs[0])
+
+    def _keep(self, job: Job) -> None:
         assert self.sample is not None
-        self.trained[SAE] = self.fitting.finish(self.fitting.jobs[0], self.sample)
+        self.trained[job.plan.name] = self.fitting.finish(job, self.sample)
+        n = job.trainer.n_training_samples
+        if job.plan.name == SAE and n < REAL_TOKENS:
+            self.notices.append(
+                f"Trained on {n:,} positions. Published SAEs take 1e8 to 1e10 "
+                "(--train-tokens, with a text that large): read the features as a demonstration."
+            )
 
     # Judging ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 import logging
 import math
 import shutil
@@ -342,7 +343,10 @@ def finished(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             sae.save_inference_model(folder)
-        return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        # In an order that is the same in every process.
+        files[CONFIG] = json.dumps(json.loads(files[CONFIG]), sort_keys=True, indent=1).encode()
+        return files
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -224,6 +224,7 @@ def test_ctrl_c_in_training_keeps_the_sae(command, monkeypatch, capfd):
     result = load_result("r")
     assert not result.complete
     assert result.summary["train_tokens"] == 300
+    assert any(notice.startswith("Trained on 300 positions.") for notice in result.notices)
     assert (Path("r") / "sae" / "sae_weights.safetensors").is_file()
     with monkeypatch.context() as patch:
         steps = at(patch, training.Job, "step")
@@ -291,7 +292,11 @@ def test_nothing_to_show(tiny_model, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def short(tiny_model):
-    return superposition(tiny_model, text_of(tiny_model), **SHORT)
+    """Whether with concepts, which take longest -> a run on which memory never ran out."""
+    return {
+        concepts: superposition(tiny_model, text_of(tiny_model), concepts=concepts, **SHORT)
+        for concepts in (False, True)
+    }
 
 
 STAGES = ["calibration", "training sae", "judging", "splicing", "reading", "training null model"]
@@ -315,7 +320,7 @@ def limited(patch, stage, rows):
 def test_a_batch_that_does_not_fit_is_halved(stage, tiny_model, short, monkeypatch, tmp_path):
     """Once or twice; nothing is trained again, and the batches of training stay."""
     rows = 1 if stage in ("training sae", "judging") else 2
-    step, sizes = training.Job.step, []
+    step, sizes, concepts = training.Job.step, [], stage.startswith("concepts")
 
     def noted(self, x):
         sizes.append(len(x))
@@ -324,7 +329,9 @@ def test_a_batch_that_does_not_fit_is_halved(stage, tiny_model, short, monkeypat
     with monkeypatch.context() as patch:
         limited(patch, stage, rows)
         patch.setattr(training.Job, "step", noted)
-        found = superposition(tiny_model, text_of(tiny_model), out=tmp_path / "r", **SHORT)
+        found = superposition(
+            tiny_model, text_of(tiny_model), out=tmp_path / "r", concepts=concepts, **SHORT
+        )
     told = [notice for notice in found.notices if notice.startswith("Out of memory")]
     assert told == [
         f"Out of memory ({stage}): batches of {size} rows are halved. Numbers change by rounding "
@@ -332,7 +339,7 @@ def test_a_batch_that_does_not_fit_is_halved(stage, tiny_model, short, monkeypat
         for size in ((4, 2) if rows == 1 else (4,))
     ]
     assert sizes == 15 * [100]
-    close(found, short)
+    close(found, short[concepts])
 
 
 def test_training_goes_on_with_smaller_batches(tiny_model, whole, monkeypatch, tmp_path):
@@ -361,7 +368,8 @@ def test_training_goes_on_with_smaller_batches(tiny_model, whole, monkeypatch, t
 
 def test_without_a_folder_it_begins_again(tiny_model, short, monkeypatch):
     limited(monkeypatch, "judging", 2)
-    close(superposition(tiny_model, text_of(tiny_model), **SHORT), short)
+    found = superposition(tiny_model, text_of(tiny_model), concepts=False, **SHORT)
+    close(found, short[False])
 
 
 def test_a_training_step_that_does_not_fit_is_told(tiny_model, monkeypatch):

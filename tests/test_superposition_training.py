@@ -1,5 +1,6 @@
 """Training: the saved SAE is the trained one, sparsity is sparsity, the same seed is the same."""
 
+import json
 import subprocess
 import sys
 
@@ -150,6 +151,14 @@ def test_same_seed_same_weights(x, jobs):
     first = finished(jobs["topk"], x[:10], {})
     assert finished(again, x[:10], {}) == first
     assert finished(other, x[:10], {}) != first
+
+
+def test_the_configuration_has_the_same_bytes_in_every_process(jobs, x):
+    """SAELens writes its entries in an order that hashes of strings decide."""
+    config = json.loads(finished(jobs["topk"], x[:10], {"hook_name": "here"})["cfg.json"])
+    assert config["metadata"]["hook_name"] == "here"
+    for part in (config, config["metadata"]):
+        assert list(part) == sorted(part)
 
 
 def test_a_fixed_decoder_stays(x):
