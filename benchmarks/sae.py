@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import Options, Row, Time, full_text, peak_of, smollm2, timed, used
 from interp.model import Model
-from interp.progress import track
+from interp.progress import batches
 from interp.text import Text
 from probes import activations, splicing, training
 from probes.activations import Stream, Windows
@@ -74,7 +74,7 @@ def ours(model: Model, text: Text) -> Any:
     stream = Stream(model, LAYER, windows_of(text), BATCH)
     d = model.cfg.d_model
     job = Job(plan_of(model, stream.tokens), 1.0, torch.zeros(d), model.device)
-    training.fit([job], stream, track(None, "", False))
+    training.fit([job], stream)
     return job.sae
 
 
@@ -139,7 +139,7 @@ def train(model: Model, options: Options) -> Row:
     unexplained = {}
     for name, sae in found.items():
         quality = Judge(len(fresh), model.cfg.d_model)
-        for tokens in activations.judged(model, LAYER, fresh):
+        for tokens in activations.judged(model, LAYER, fresh, batches(model, fresh, "auto")):
             hat, active = Sae(sae)(tokens.x, None)
             quality.see(tokens.x, hat, active, tokens.document)
         unexplained[name] = quality.compute().fvu.value
@@ -161,7 +161,8 @@ def apart(model: Model, text: Text) -> float:
     with quiet():
         store = runner(model, text).activations_store
         other = store.get_filtered_llm_batch()
-    own = Stream(model, LAYER, windows_of(text), 1).read(0, len(other))
+    stream = Stream(model, LAYER, windows_of(text), 1)
+    own = stream.read(0, len(other), stream.rows)
     return float((own - other).abs().max() / own.square().mean().sqrt())
 
 
@@ -172,7 +173,7 @@ def judged(model: Model, text: Text, sae: Any, layer: int) -> dict[str, float]:
     """interp's account of an SAE."""
     quality = Judge(len(text), model.cfg.d_model)
     firing = Firing(text, sae.cfg.d_sae, 10)
-    for tokens in activations.judged(model, layer, text):
+    for tokens in activations.judged(model, layer, text, batches(model, text, "auto")):
         acts = sae.encode(tokens.x)
         firing.see(acts, tokens)
         quality.see(tokens.x, sae.decode(acts), (acts > 0).sum(1).float(), tokens.document)

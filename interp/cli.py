@@ -341,11 +341,7 @@ def _progress(folder: Path) -> bool:
 
     folder = folder.expanduser()
     places = (partial_of(folder), folder)
-    return any(
-        any((place / name).glob(pattern))
-        for place in places
-        for name, pattern in ((PROGRESS, "*.safetensors"), ("checkpoints", "*"))
-    )
+    return any(any((place / PROGRESS).glob("*.safetensors")) for place in places)
 
 
 def _how_to_take_up(folder: Path) -> str:

@@ -432,6 +432,8 @@ class SuperpositionConfig(RunOptions):
     """Folder to keep activations in, for further runs; the size is stated and capped."""
     concepts: Annotated[bool, Parameter(negative="--no-concepts")] = True
     """Score what features tell (words, shapes, topics), and what neurons are made of."""
+    checkpoint_every: Annotated[int, _RUN] = 60
+    """Seconds between saves, 0 or more, in OUT.partial: SAEs in training, and 4 GB at most."""
     toy: bool = False
     """The toy model of superposition instead, where the truth is known; needs no model."""
     toy_steps: int = 1200

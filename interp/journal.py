@@ -2,15 +2,16 @@
 
 A run is a sequence of stages, the same each time the same thing is asked. A stage takes batches one
 after another (`fold`: what it adds up is saved now and then, whole), or gives one small result
-after another (`each`: every one is saved). A run that is taken up goes through the same stages in
-the same order; what was saved is handed over instead of being measured, bit for bit, so its tables
-end as those of a run that was never stopped.
+after another (`each`: every one is saved). Training is a `fold` over its steps. A run that is taken
+up goes through the same stages in the same order; what was saved is handed over instead of being
+measured, bit for bit, so its tables end as those of a run that was never stopped.
 
 Files lie in `<out>.partial/progress`: safetensors and JSON, no pickle, each written under another
 name, synced and renamed, with a digest of its contents: a damaged one is as good as none.
 
 Where the device's memory runs out, the stage at work begins again with batches half as large
-(`measured`), and what earlier stages have saved is used again.
+(`measured`), and what earlier stages have saved is used again; training, which no batch of the
+model's has a say in, goes on from where it was saved.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ Values = Mapping[str, Any]
 RUN_FILE, LOCK_FILE = "run.json", "lock"
 MOST_BYTES = 4 * 10**9
 """Of a run's progress on disk, as --help says; what would go beyond is measured again."""
+TRAINING = "training-"
+"""Start of the name of what MOST_BYTES does not count: hours, that nothing brings back."""
+HELD_BYTES = 2**26
+"""What waits to be written is a copy in memory: not of more than this."""
 SHARE = 20
 """Times as long as the last save took, at least, until the next one."""
 SIZE = "|size"
@@ -148,8 +153,11 @@ class Journal:
     def fold_file(self, stage: Stage) -> Path:
         """Where a stage's sums are saved."""
         assert self.folder is not None
-        name = hashlib.sha256(stage.key("sums").encode()).hexdigest()[:24]
-        return self.folder / f"sums-{name}.safetensors"
+        kind, key = "sums-", stage.key("sums")
+        if stage.training:  # holds for batches of any size
+            kind, key = TRAINING, stage.name
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        return self.folder / f"{kind}{name}.safetensors"
 
     def keep(self, stage: Stage, done: int, state: Values) -> None:
         """Save what a stage has added up, at the next occasion.
@@ -163,7 +171,9 @@ class Journal:
         tensors["tree"] = torch.frombuffer(bytearray(tree.encode()), dtype=torch.uint8)
         name = self.fold_file(stage).name
         if self._fits(name, tensors):  # looked at before anything large is copied
-            self._folds[name] = {key: value.clone() for key, value in tensors.items()}
+            self._folds[name] = {k: value.to("cpu", copy=True) for k, value in tensors.items()}
+            if _bytes(tensors) > HELD_BYTES:
+                self.flush()
 
     def restore(self, stage: Stage, state: Values) -> int:
         """Set a stage's sums to what was saved; returns how many items that covers."""
@@ -213,8 +223,8 @@ class Journal:
             self.flush()
 
     def _fits(self, name: str, tensors: Mapping[str, Tensor]) -> bool:
-        size = sum(t.nbytes for t in tensors.values())
-        fits = sum(n for other, n in self._bytes.items() if other != name) + size <= MOST_BYTES
+        others = (n for k, n in self._bytes.items() if k != name and not k.startswith(TRAINING))
+        fits = name.startswith(TRAINING) or sum(others) + _bytes(tensors) <= MOST_BYTES
         if not fits:
             self.tell(
                 f"Progress of more than {MOST_BYTES / 1e9:g} GB is not saved: if the run is "
@@ -232,8 +242,14 @@ class Journal:
                 "takes it up.",
                 self.folder.parent,
             )
+        size = _bytes(tensors)
+        if size > MOST_BYTES and name not in self._bytes:
+            log.info(
+                "Progress of training takes %.1f GB there, and as much again while it is saved.",
+                size / 1e9,
+            )
         _write(self.folder / name, tensors)
-        self._bytes[name] = sum(t.nbytes for t in tensors.values())
+        self._bytes[name] = size
 
     def _load(self) -> None:
         assert self.folder is not None
@@ -258,7 +274,9 @@ class Stage:
     def __init__(self, journal: Journal, name: str) -> None:
         self.journal, self.name = journal, name
         self.now, self.least, self.unit = 0, None, "rows"
+        self.training = False
         self._count = self._depth = 0
+        self._at: tuple[int, Values] = (0, {})  # items that are done, and what they come to
 
     def __enter__(self) -> Stage:
         self._depth += 1
@@ -351,31 +369,53 @@ class Stage:
         """One small result."""
         return next(iter(list(self.each(1, lambda _: compute()))))
 
-    def fold(self, items: Iterable[Item], state: Values) -> Iterator[Item]:
+    def fold(
+        self, items: Iterable[Item], state: Values, *, training: bool = False
+    ) -> Iterator[Item]:
         """The items, less those that a saved state has in it already.
 
         Args:
             items: such as batches, in an order that is always the same.
             state: name -> what the loop adds up: arrays and tensors that it changes in place, lists
-                and dicts, objects made of such. Set to what was saved, before the first item.
+                and dicts, objects made of such, or with `state_dict` and `load_state_dict` as torch
+                has them. Set to what was saved, before the first item.
+            training: the items are training steps. What they come to holds whatever the size of
+                the stage's batches, and is saved however large it is.
         """
         with self:
+            self.training = training
             done = self.journal.restore(self, state)
             count = 0
             for count, item in enumerate(items, 1):
                 if count <= done:
                     continue
+                self._at = count - 1, state
                 interrupts.begin()
                 try:
                     yield item
                 finally:
                     interrupts.end()
-                if self.journal.records and (interrupts.asked() or self.journal.due()):
-                    self.journal.keep(self, count, state)
-                    self.journal.flush()
-                interrupts.check()
+                self._at = count, state
+                if self.journal.due():
+                    self._save()
+                self.check()
             if self.journal.records and count > done:
-                self.journal.keep(self, count, state)
+                self.journal.keep(self, *self._at)
+
+    def check(self) -> None:
+        """Stop here if that was asked for: between a fold's items, or before one changed anything.
+
+        Raises:
+            KeyboardInterrupt: it was; what was added up is saved.
+        """
+        if interrupts.asked():
+            self._save()
+            interrupts.check()
+
+    def _save(self) -> None:
+        if self.journal.records and self._at[0]:
+            self.journal.keep(self, *self._at)
+            self.journal.flush()
 
 
 def _array(value: Tensor | np.ndarray) -> np.ndarray:
@@ -457,7 +497,7 @@ def _attempted(
         run.complete = False
         run.notices.append("Interrupted: only what was measured until then is here.")
     except RuntimeError as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         journal.flush()
         journal.halve()
@@ -465,7 +505,8 @@ def _attempted(
     return True
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory ran out."""
     told = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(w in told for w in OUT_OF_MEMORY)
 
@@ -561,7 +602,7 @@ def _told(partial: Path) -> Iterator[None]:
 
 
 def identity(analyzer: str, run: Any) -> dict[str, Any]:
-    """All that a run's numbers depend on, as JSON has it."""
+    """All that a run's numbers depend on, as JSON has it: `run.reads` is what else it has read."""
     options = {k: v for k, v in dataclasses.asdict(run.config).items() if k not in NO_MATTER}
     text = run.text
     found = {
@@ -570,6 +611,7 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
         "model": run.model.describe() | fingerprints(run.model),
         "data": None if text is None else text.describe() | _digests(text),
         "versions": results.environment(),
+        **getattr(run, "reads", {}),
     }
     return json.loads(json.dumps(found, default=str))
 
@@ -667,10 +709,14 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
     whole = dict(tensors) | {DIGEST: _digest(tensors)}
     new = file.with_name(file.name + NEW)
-    save_file({k: v.contiguous() for k, v in whole.items()}, new)
-    with new.open("rb+") as out:
-        os.fsync(out.fileno())
-    os.replace(new, file)
+    try:
+        save_file({k: v.contiguous() for k, v in whole.items()}, new)
+        with new.open("rb+") as out:
+            os.fsync(out.fileno())
+        os.replace(new, file)
+    except BaseException:  # on a full disk it would be in the way of the tables
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _read(file: Path) -> dict[str, Tensor] | None:
@@ -687,12 +733,21 @@ def _read(file: Path) -> dict[str, Tensor] | None:
     return tensors if whole else None
 
 
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.nbytes for t in tensors.values())
+
+
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
     """[32] bytes."""
+    return torch.frombuffer(bytearray(sha256(tensors)), dtype=torch.uint8)
+
+
+def sha256(tensors: Mapping[str, Tensor]) -> bytes:
+    """Of names, shapes, dtypes and contents."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         _take_in(digest, name, tensors[name])
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    return digest.digest()
 
 
 def _take_in(digest: Any, name: str, tensor: Tensor) -> None:
@@ -720,8 +775,9 @@ def _replace(file: Path, contents: bytes) -> None:
 
 
 # State as a tree ----------------------------------------------------------------------------------
-# What a loop adds up, as JSON and tensors. Objects are written as their attributes and restored
-# into the objects that are there: nothing that was read says which class to make.
+# What a loop adds up, as JSON and tensors. Objects are written as their attributes (or what their
+# `state_dict` says) and restored into the objects that are there: nothing that was read says which
+# class to make.
 
 
 def _expect_apart(stage: str, state: Values) -> None:
@@ -740,7 +796,9 @@ def _expect_apart(stage: str, state: Values) -> None:
                 )
             return
         parts: Mapping[Any, Any] = {}
-        if isinstance(value, Mapping):
+        if hasattr(value, "load_state_dict"):
+            parts = value.state_dict()
+        elif isinstance(value, Mapping):
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))
@@ -759,14 +817,17 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor | np.ndarray | np.generic):
         kind = "tensor" if isinstance(value, Tensor) else "array"
-        tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        if not isinstance(value, Tensor):
+            value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         name = str(len(tensors))
-        tensors[name] = tensor.to("cpu")
-        return {kind: name, "device": str(tensor.device)}
+        tensors[name] = value.detach()
+        return {kind: name, "device": str(value.device)}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_pack(part, tensors) for part in value]}
     if isinstance(value, Mapping):
         return {"dict": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
+    if hasattr(value, "load_state_dict"):
+        return {"state": _pack(value.state_dict(), tensors)}
     return {"object": _pack(vars(value), tensors)}
 
 
@@ -788,6 +849,9 @@ def _unpack(node: Any, now: Any, tensors: Mapping[str, Tensor], shared: bool = F
             now[...] = array
             return now
         return array.copy() if array.ndim else array[()]
+    if "state" in node:
+        now.load_state_dict(_unpack(node["state"], None, tensors))
+        return now
     if "object" in node:
         for name, part in node["object"]["dict"]:
             vars(now)[name] = _unpack(part, vars(now).get(name), tensors)

@@ -459,7 +459,7 @@ def reopen(folder: str | os.PathLike[str]) -> Path:
     """Make an unfinished run's folder the `<folder>.partial` that it was, to take it up again.
 
     Returns:
-        The folder with the run's checkpoints: `<folder>.partial`.
+        The folder with the run's progress: `<folder>.partial`.
 
     Raises:
         InterpError: see `unfinished`.

@@ -2,9 +2,10 @@
 
 `Windows` is the training text: whole documents cut into windows, in a seeded random order of the
 documents. `Stream` numbers their included positions 0, 1, ... and hands out block b, positions
-[b * block, (b + 1) * block), whatever was asked for before: a run that was killed takes up at any
-block. Blocks bound the memory, and are what is shuffled in. `judged` goes through a text batch by
-batch, with what a reader wants to know of each position.
+[b * block, (b + 1) * block), whatever was asked for before and however many windows go through the
+model at once: a run that was killed takes up at any block. Blocks bound the memory, and are what is
+shuffled in. `judged` goes through a text batch by batch, with what a reader wants to know of each
+position.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from interp import hooks
 from interp.errors import InterpError
+from interp.journal import Stage
 from interp.model import Model
-from interp.progress import BATCH_TOKENS, batches
+from interp.progress import BATCH_TOKENS
 from interp.text import Text, TokenBatch, padded
 
 SITE = "mlp_out"
@@ -126,6 +128,18 @@ def expect_finite(x: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Windows [first, last), for one forward pass; which of their included positions are asked for.
+
+    wanted: counted from the first included position of the first window.
+    """
+
+    first: int
+    last: int
+    wanted: slice
+
+
 class Stream:
     """The MLP outputs of a training text, position by position.
 
@@ -134,8 +148,11 @@ class Stream:
         layer: whose MLP.
         windows: the text.
         multiple: blocks are a multiple of this, so that training batches fit.
-        batch_size: windows per forward pass, or auto.
+        batch_size: windows per forward pass where they fit, or auto.
         cache: where activations are kept and read back; None: nowhere.
+
+    Attributes:
+        rows: windows per forward pass where they fit.
     """
 
     def __init__(
@@ -167,27 +184,33 @@ class Stream:
         start = block * self.block_tokens
         return start, min(start + self.block_tokens, self.tokens)
 
+    def sized(self, stage: Stage) -> int:
+        """Windows per forward pass of a stage, which has fewer where the memory ran out."""
+        return stage.size(self.rows, len(self.ends))
+
     def block(
-        self, block: int, seen: Callable[[int], None] = lambda n: None
+        self, block: int, rows: int, seen: Callable[[int], None] = lambda n: None
     ) -> Float[Tensor, "token d_model"]:
         """Float32 MLP outputs of a block, in the order of the text, on the model's device."""
-        return self.read(*self.span(block), seen)
+        return self.read(*self.span(block), rows, seen)
 
     def read(
-        self, start: int, stop: int, seen: Callable[[int], None] = lambda n: None
+        self, start: int, stop: int, rows: int, seen: Callable[[int], None] = lambda n: None
     ) -> Float[Tensor, "token d_model"]:
         """Float32 MLP outputs of positions [start, stop).
 
         Args:
             start: first position.
             stop: after the last one.
+            rows: windows per forward pass.
             seen: called with how many positions are there, as they come.
         """
         if self.cache is not None and (kept := self.cache.read(start, stop)) is not None:
             seen(stop - start)
             return torch.from_numpy(kept).to(self.model.device)
         parts = []
-        for x, _ in self.run(start, stop):
+        for piece in self.pieces(start, stop, rows):
+            x, _ = self.run(piece)
             parts.append(x)
             seen(len(x))
         out = torch.cat(parts)
@@ -195,21 +218,24 @@ class Stream:
             self.cache.write(start, out.cpu().numpy())
         return out
 
-    def run(
-        self, start: int, stop: int, neurons: bool = False
-    ) -> Iterator[tuple[Float[Tensor, "token d_model"], Float[Tensor, "token d_mlp"] | None]]:
-        """MLP outputs (and neurons) of positions [start, stop), batch by batch, from the model."""
+    def pieces(self, start: int, stop: int, rows: int) -> Iterator[Piece]:
+        """What positions [start, stop) are run in, at most `rows` windows at once."""
         window = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            upto = min(window + self.rows, len(self.ends))
-            at = int(self.ends[window - 1]) if window else 0  # first position of this batch
-            batch = self._batch(window, upto)
-            x, a = mlp_out(self.model, self.layer, batch, neurons)
-            wanted = slice(start - at, stop - at)
-            x = x[batch.included][wanted].float()
-            expect_finite(x)
-            yield x, None if a is None else a[batch.included][wanted].float()
+            upto = min(window + rows, len(self.ends))
+            at = int(self.ends[window - 1]) if window else 0  # first position of this piece
+            yield Piece(window, upto, slice(start - at, stop - at))
             start, window = int(self.ends[upto - 1]), upto
+
+    def run(
+        self, piece: Piece, neurons: bool = False
+    ) -> tuple[Float[Tensor, "token d_model"], Float[Tensor, "token d_mlp"] | None]:
+        """A piece's MLP outputs (and neurons), from the model."""
+        batch = self._batch(piece.first, piece.last)
+        x, a = mlp_out(self.model, self.layer, batch, neurons)
+        x = x[batch.included][piece.wanted].float()
+        expect_finite(x)
+        return x, None if a is None else a[batch.included][piece.wanted].float()
 
     def _batch(self, first: int, last: int) -> TokenBatch:
         number = torch.arange(first, last)
@@ -245,7 +271,7 @@ def judged(
     model: Model,
     layer: int,
     text: Text,
-    batch_size: int | Literal["auto"] = "auto",
+    batches: Iterable[TokenBatch],
     neurons: bool = False,
 ) -> Iterator[Tokens]:
     """A text's included positions, batch by batch; the model stops after the layer.
@@ -254,11 +280,11 @@ def judged(
         model: inside `model.measuring()`.
         layer: whose MLP.
         text: what to go through.
-        batch_size: rows per forward pass.
+        batches: of the text, on the model's device.
         neurons: whether the neurons are wanted too.
     """
     index = torch.tensor([document.index for document in text.documents])
-    for batch in batches(model, text, batch_size):
+    for batch in batches:
         x, a = mlp_out(model, layer, batch, neurons)
         at = batch.included
         row, position = at.nonzero(as_tuple=True)

@@ -10,7 +10,7 @@ all neurons gives x itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,35 +47,45 @@ class Calibration:
         """Of the activations about their mean, in squared residual units."""
         return (self.directions.T * self.variances) @ self.directions
 
-    @classmethod
-    def of(
-        cls, batches: Iterable[tuple[Float[Tensor, "token d_model"], Tensor | None]]
-    ) -> Calibration:
-        """From (activations, neurons) of the positions, in as many batches as one likes."""
-        n, length, origin = 0, 0.0, None
-        total: Any = 0.0
-        squares: Any = 0.0
-        neurons: Any = None
-        for x, a in batches:
-            exact = wide(x).cpu()
-            length += float(exact.norm(dim=1).sum())
-            if origin is None:
-                origin = exact.mean(0)
-            exact = exact - origin
-            n += len(exact)
-            total = total + exact.sum(0)
-            squares = squares + exact.T @ exact
-            if a is not None:
-                neurons = (0 if neurons is None else neurons) + wide(a).cpu().sum(0)
-        assert origin is not None
-        shift = total / n
-        variances, vectors = torch.linalg.eigh(squares / n - torch.outer(shift, shift))
-        return cls(
-            mean=origin + shift,
-            scale=len(shift) ** 0.5 * n / length if length else 1.0,
+
+class Moments:
+    """Sums over activations, in as many batches as one likes, for a `Calibration`."""
+
+    def __init__(self) -> None:
+        self.tokens, self.length = 0, 0.0
+        self.origin: Tensor | None = None  # near the mean, so that squares do not cancel
+        self.total: Any = 0.0
+        self.squares: Any = 0.0
+        self.neurons: Any = None
+
+    def see(
+        self, x: Float[Tensor, "token d_model"], neurons: Float[Tensor, "token d_mlp"] | None
+    ) -> None:
+        """Take the activations at some positions in, and the neurons' there."""
+        exact = wide(x).cpu()
+        self.length += float(exact.norm(dim=1).sum())
+        if self.origin is None:
+            self.origin = exact.mean(0)
+        exact = exact - self.origin
+        self.tokens += len(exact)
+        self.total = self.total + exact.sum(0)
+        self.squares = self.squares + exact.T @ exact
+        if neurons is not None:
+            own = wide(neurons).cpu().sum(0)
+            self.neurons = own if self.neurons is None else self.neurons + own
+
+    def compute(self) -> Calibration:
+        """The numbers; something must have been seen."""
+        assert self.origin is not None
+        n = self.tokens
+        shift = self.total / n
+        variances, vectors = torch.linalg.eigh(self.squares / n - torch.outer(shift, shift))
+        return Calibration(
+            mean=self.origin + shift,
+            scale=len(shift) ** 0.5 * n / self.length if self.length else 1.0,
             directions=vectors.T.flip(0).contiguous(),
             variances=variances.flip(0).clamp(min=0),
-            neurons=None if neurons is None else neurons / n,
+            neurons=None if self.neurons is None else self.neurons / n,
             tokens=n,
         )
 

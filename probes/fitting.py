@@ -1,9 +1,7 @@
-"""From a run's options to trained SAEs: the stream, its calibration, plans, checkpoints."""
+"""From a run's options to trained SAEs: the stream, its calibration, plans."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,24 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp import results
+from interp import journal
 from interp.config import SuperpositionConfig
 from interp.errors import InterpError, UsageError
-from interp.journal import fingerprint
 from interp.model import Model
 from interp.progress import track
 from interp.text import Text
 from probes import loading, training
 from probes.activations import Cache, Stream, Windows
-from probes.baselines import Calibration
-from probes.checkpoints import Checkpoints
+from probes.baselines import Calibration, Moments
 from probes.training import Job, Log, Plan
 
 CALIBRATION_TOKENS = 16_384
 SAMPLE_TOKENS = 8192
 SAE, RANDOM, NULL = "sae", "random dictionary", "null model"
-
-log = logging.getLogger("interp")
 
 
 @dataclass
@@ -54,8 +48,6 @@ class Fitting:
         text: the judged one; its source's other documents are trained on.
         config: the options.
         layer: whose MLP output.
-        neurons: whether the MLP has neurons to calibrate too.
-        checkpoints: folder for them, or None.
         notices: where to say what a reader must know.
 
     Attributes:
@@ -68,12 +60,10 @@ class Fitting:
         text: Text,
         config: SuperpositionConfig,
         layer: int,
-        neurons: bool,
-        checkpoints: Path | None,
         notices: list[str],
     ) -> None:
         self.model, self.text, self.config, self.layer = model, text, config, layer
-        self.neurons, self.checkpoints, self.notices = neurons, checkpoints, notices
+        self.notices = notices
         self.windows = Windows.of(text, config.train_tokens)
         self.batch = min(config.train_batch, self.windows.tokens)
         self.jobs: list[Job] = []
@@ -98,7 +88,7 @@ class Fitting:
         """All that the activations depend on."""
         return {
             "model": self.model.name,
-            "weights": fingerprint(self.model),
+            "weights": journal.fingerprint(self.model),
             "dtype": str(self.model.dtype),
             "device": str(self.model.device.type),
             "layer": self.layer,
@@ -106,31 +96,21 @@ class Fitting:
             "train-tokens": self.tokens,
         }
 
-    def _whole(self) -> dict[str, Any]:
-        """All that the trained weights depend on."""
-        options = {
-            name.replace("_", "-"): getattr(self.config, name)
-            for name in ("arch", "k", "sparsity", "lr", "seed", "seeds", "batch_size")
-        }
-        own = {"width": list(self.config.widths), "train-batch": self.batch}
-        versions = {f"version of {k}": v for k, v in results.environment().items()}
-        return self.what() | options | own | versions
-
-    def calibrate(self, stream: Stream) -> tuple[Calibration, Tensor]:
-        """From the first positions of a stream; and some of them."""
+    def calibrate(self, stream: Stream, neurons: bool) -> tuple[Calibration, Tensor]:
+        """From the first positions of a stream, where asked for with neurons; and some of them."""
+        moments = Moments()
         kept: list[Tensor] = []
         upto = min(CALIBRATION_TOKENS, stream.tokens)
-        bar = track(upto, "calibrating", self.config.progress)
-
-        def batches() -> Iterator[tuple[Tensor, Tensor | None]]:
-            for x, a in stream.run(0, upto, self.neurons):
+        stage = journal.stage("calibration")
+        pieces = stream.pieces(0, upto, stream.sized(stage))
+        with track(upto, "calibrating", self.config.progress) as bar:
+            for piece in stage.fold(pieces, {"moments": moments, "kept": kept}):
+                x, a = stream.run(piece, neurons)
+                moments.see(x, a)
                 if sum(map(len, kept)) < SAMPLE_TOKENS:
                     kept.append(x)
                 bar.update(len(x))
-                yield x, a
-
-        found = Calibration.of(batches())
-        bar.close()
+        found = moments.compute()
         if not float(found.variances.sum()) > 0:
             raise InterpError(
                 f"The MLP output of layer {self.layer} is the same everywhere: there is nothing to "
@@ -171,27 +151,12 @@ class Fitting:
         )
 
     def fit(
-        self, plans: list[Plan], stream: Stream, calibration: Calibration, stage: str
+        self, plans: list[Plan], stream: Stream, calibration: Calibration, name: str
     ) -> list[Job]:
-        """Train, from the last checkpoint of this stage if there is one."""
+        """Train them all on one stream."""
         jobs = [Job(plan, calibration.scale, calibration.mean, self.model.device) for plan in plans]
         self.jobs = jobs
-        folder = None if self.checkpoints is None else self.checkpoints / stage.replace(" ", "-")
-        # All weights are read for it: not where nothing is kept.
-        what = {} if folder is None else self._whole()
-        checkpoints = Checkpoints(folder, what, self.config.checkpoint_every)
-        start = checkpoints.load(jobs)
-        if folder is not None:
-            log.info(f"checkpoints in {folder}; --resume with the same --out goes on from them")
-        if start:
-            log.info(f"taking up after {start} of {stream.blocks} blocks of training")
-        bar = track(training.work(jobs, stream, start), f"training {stage}", self.config.progress)
-        try:
-            training.fit(jobs, stream, bar, start=start, after=lambda n: checkpoints.due(jobs, n))
-        finally:
-            bar.close()
-        if start < stream.blocks:
-            checkpoints.save(jobs, stream.blocks)  # for what comes after to start from
+        training.fit(jobs, stream, f"training {name}", self.config.progress)
         return jobs
 
     def finish(self, job: Job, sample: Tensor) -> Trained:

@@ -147,9 +147,12 @@ def _read(
 
     def keep(name: str, given: Tensor) -> None:
         found = run.trained[name].sae.encode(given).detach().float().cpu().numpy()
-        acts[name].append(sparse.csr_array(found))
+        one = sparse.csr_array(found)
+        acts[name].append((one.data, one.indices, one.indptr))
 
-    for tokens in run.tokens(text, neurons=run.has_neurons):
+    state = {"acts": {name: acts[name] for name in own}, "x": x, "neurons": neurons}
+    state |= {"places": places, "ids": ids}
+    for tokens in run.tokens("concepts", state, text, neurons=run.has_neurons):
         for name in own:
             keep(name, tokens.x)
         x.append(tokens.x.cpu().numpy())
@@ -159,17 +162,26 @@ def _read(
         places.append(torch.stack([tokens.document, tokens.window, tokens.position]).cpu().numpy())
     if NULL in acts:
         with run.in_null_model():
-            for tokens in run.tokens(text):
+            for tokens in run.tokens(f"concepts of {NULL}", {"acts": acts[NULL]}, text):
                 keep(NULL, tokens.x)
     document, window, position = np.concatenate(places, axis=1)
     order = np.lexsort((position, window, document))  # batches may come in any order
     assert np.array_equal(np.concatenate(ids)[order], at.ids[at.candidates])
-    features = {name: sparse.csr_array(sparse.vstack(parts))[order] for name, parts in acts.items()}
+    features = {
+        name: _stacked(parts, run.trained[name].sae.cfg.d_sae)[order]
+        for name, parts in acts.items()
+    }
     return (
         features,
         np.concatenate(x)[order],
         np.concatenate(neurons)[order] if neurons else None,
     )
+
+
+def _stacked(parts: list[Any], width: int) -> Any:
+    """[token, feature] from (data, indices, indptr) of some tokens each."""
+    rows = [sparse.csr_array(part, shape=(len(part[2]) - 1, width)) for part in parts]
+    return sparse.csr_array(sparse.vstack(rows))
 
 
 def _dictionaries(

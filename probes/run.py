@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import hooks, results
+from interp import hooks, journal, results
 from interp.analyzers.ffn_keys import coefficients
 from interp.config import SuperpositionConfig, with_options
 from interp.errors import InterpError, UsageError
@@ -42,8 +41,8 @@ from probes.fitting import NULL, RANDOM, SAE, Fitting, Trained
 from probes.judging import Judge, Quality
 from probes.splicing import Losses
 from probes.toy_models import toy
+from probes.training import Job
 
-CHECKPOINTS = "checkpoints"
 CHUNK = 2048  # positions whose features are held at once
 REAL_TOKENS = 100_000_000
 NOT_SPARSE = 0.5  # active features per dimension
@@ -66,7 +65,7 @@ def superposition(
             is the same without them).
         text: from `load_text`: the documents to judge on. All others of its source are trained on.
         config: all options at once, or
-        out: the run's folder; checkpoints go to `<out>.partial`. None: no checkpoints.
+        out: the run's folder; progress is saved in `<out>.partial`. None: nowhere.
         **options: fields of `SuperpositionConfig` by name (`layer=6, width=(8,), ...`).
 
     Returns:
@@ -76,22 +75,18 @@ def superposition(
 
     Raises:
         InterpError: an unknown option, a layer that is not there, nothing to train on, a run to
-            take up that is another one, or a loss that is not finite.
+            take up that is another one, a loss that is not finite, or no memory for it.
     """
     config = with_options(SuperpositionConfig, config, options)
     if not config.needs_model:
         return toy(steps=config.toy_steps, seed=config.seed, progress=config.progress)
     expect_model(model)
     expect_text(text)
-    run = Run(model, text, config, out)
-    try:
-        with model.measuring():
-            run.measure()
-    except KeyboardInterrupt:
-        if SAE not in run.trained:
-            run.keep_unfinished()
-        run.complete = False
-        run.notices.append("Interrupted: only what was measured until then is here.")
+    run = journal.measured(
+        "superposition", lambda: Run(model, text, config), lambda run: run.worth_showing, out=out
+    )
+    if SAE not in run.trained:
+        run.keep_unfinished()
     from probes import tables
 
     return tables.assemble(run)
@@ -109,9 +104,7 @@ class Run:
     meaning: what the features say about superposition.
     """
 
-    def __init__(
-        self, model: Model, text: Text, config: SuperpositionConfig, out: str | Path | None = None
-    ) -> None:
+    def __init__(self, model: Model, text: Text, config: SuperpositionConfig) -> None:
         self.model, self.config = model, config
         self.began = time.perf_counter()
         self.started = results.now()
@@ -121,17 +114,13 @@ class Run:
         self.notices += repeated
         self.layer = _layer(model, config)
         hooks.site(model, activations.SITE, self.layer)
-        self.has_neurons = self._has_neurons()
-        partial = None if out is None else results.partial_of(Path(out))
-        if out is not None and config.resume:
-            partial = results.reopen(out)
-        self.checkpoints = None if partial is None else partial / CHECKPOINTS
-        if self.checkpoints is not None and not config.resume:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self.fitting = Fitting(
-            model, self.text, config, self.layer, self.has_neurons, self.checkpoints, self.notices
-        )
+        self.has_neurons = False  # looked at when it is measured
         self.trained: dict[str, Trained] = {}
+        if config.sae is not None:
+            sae, notices = loading.load_sae(config.sae, model, self.layer)
+            self.trained[SAE] = Trained(sae, {})
+            self.notices += notices
+        self.fitting = Fitting(model, self.text, config, self.layer, self.notices)
         self.calibration: Calibration | None = None
         self.sample: Tensor | None = None
         self.quality: dict[str, Quality] = {}
@@ -159,10 +148,32 @@ class Run:
             for file, contents in one.files.items()
         }
 
-    def tokens(self, text: Text | None = None, neurons: bool = False) -> Iterator[Tokens]:
-        """The judged text's included positions (or another text's), batch by batch."""
-        wanted = self.text if text is None else text
-        return activations.judged(self.model, self.layer, wanted, self.config.batch_size, neurons)
+    @property
+    def reads(self) -> dict[str, Any]:
+        """What numbers depend on beside model, text and options: the SAE that --sae names."""
+        if self.config.sae is None:
+            return {}
+        weights = journal.sha256(self.sae.state_dict()).hex()
+        return {"sae": {"weights": weights, "config": self.sae.cfg.to_dict()}}
+
+    def tokens(
+        self, what: str, state: journal.Values, text: Text | None = None, neurons: bool = False
+    ) -> Iterator[Tokens]:
+        """The judged text's included positions (or another text's), batch by batch.
+
+        Args:
+            what: the stage's name.
+            state: what is added up, see `journal.Stage.fold`.
+            text: None: the judged one.
+            neurons: whether the neurons are wanted too.
+        """
+        wanted, stage = self.text if text is None else text, journal.stage(what)
+        batches = stage.fold(stage.batches(self.model, wanted, self.config.batch_size), state)
+        rows = sum(len(d.windows) for d in wanted.documents)
+        with track(rows, what, self.config.progress) as bar:
+            for tokens in activations.judged(self.model, self.layer, wanted, batches, neurons):
+                yield tokens
+                bar.update(len(tokens.batch.tokens))
 
     @contextlib.contextmanager
     def in_null_model(self) -> Iterator[None]:
@@ -179,8 +190,7 @@ class Run:
         """Whether the MLP's output is the sum of its neurons' activations times their values."""
         try:
             coefficients.require(self.model)
-            with self.model.measuring():
-                coefficients.check(self.model, self.text, [self.layer])
+            coefficients.check(self.model, self.text, [self.layer])
         except InterpError as error:
             self.notices.append(f"The MLP's neurons are not compared with: {error}")
             return False
@@ -213,47 +223,50 @@ class Run:
         self.notices += self._without_effect()
         if config.sae is not None:
             return
-        n, there = self.fitting.tokens, self.fitting.windows.tokens
+        there = self.fitting.windows.tokens
         if there < config.train_tokens:
             self.notices.append(
                 f"{self.text.source} has {there:,} positions to train on beside the judged "
                 f"documents, of --train-tokens {config.train_tokens:,}."
-            )
-        if n < REAL_TOKENS:
-            self.notices.append(
-                f"Trained on {n:,} positions. Published SAEs take 1e8 to 1e10 "
-                "(--train-tokens, with a text that large): read the features as a demonstration."
             )
 
     # Stages -----------------------------------------------------------------------------------
 
     def measure(self) -> None:
         """Train, judge, read: in this order, for an interruption to lose least."""
+        self.has_neurons = self._has_neurons()
         stream = self.fitting.stream()
-        self.calibration, self.sample = self.fitting.calibrate(stream)
+        self.calibration, self.sample = self.fitting.calibrate(stream, self.has_neurons)
         if self.config.sae is None:
             plans = self.fitting.plans()
             for job in self.fitting.fit(plans, stream, self.calibration, SAE):
-                self.trained[job.plan.name] = self.fitting.finish(job, self.sample)
-        else:
-            sae, notices = loading.load_sae(self.config.sae, self.model, self.layer)
-            self.trained[SAE] = Trained(sae, {})
-            self.notices += notices
+                self._keep(job)
         self._judge()
         self._losses()
         self._look_around()
         if self.config.null_model:
             self._null()
         meaning.measure(self)
-        if self.checkpoints is not None:
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    @property
+    def worth_showing(self) -> bool:
+        """Whether there is an SAE of this run's own, finished or not, or one that was judged."""
+        jobs = self.fitting.jobs
+        return bool(self.quality or (jobs and jobs[0].trainer.n_training_samples))
 
     def keep_unfinished(self) -> None:
         """What an interrupted training has come to."""
-        jobs = self.fitting.jobs
-        if self.sample is None or not jobs or not jobs[0].trainer.n_training_samples:
-            raise KeyboardInterrupt
-        self.trained[SAE] = self.fitting.finish(jobs[0], self.sample)
+        self._keep(self.fitting.jobs[0])
+
+    def _keep(self, job: Job) -> None:
+        assert self.sample is not None
+        self.trained[job.plan.name] = self.fitting.finish(job, self.sample)
+        n = job.trainer.n_training_samples
+        if job.plan.name == SAE and n < REAL_TOKENS:
+            self.notices.append(
+                f"Trained on {n:,} positions. Published SAEs take 1e8 to 1e10 "
+                "(--train-tokens, with a text that large): read the features as a demonstration."
+            )
 
     # Judging ----------------------------------------------------------------------------------
 
@@ -280,17 +293,10 @@ class Run:
     def _judge(self) -> None:
         assert self.calibration is not None
         dictionaries = self.dictionaries()
-        judges = {name: Judge(len(self.text), self.model.cfg.d_model) for name in dictionaries}
-        mean, zero = (Judge(len(self.text), self.model.cfg.d_model) for _ in range(2))
-        firing = {
-            name: reading.Firing(self.text, one.sae.cfg.d_sae, self.config.top)
-            for name, one in self.trained.items()
-            if name != NULL
-        }
-        bar = track(
-            sum(len(d.windows) for d in self.text.documents), "judging", self.config.progress
-        )
-        for tokens in self.tokens(neurons=self.has_neurons):
+        judges = {name: self._new_judge() for name in (*dictionaries, MEAN, ZERO)}
+        firing = {name: self._new_firing(one) for name, one in self.trained.items()}
+        state = {"judges": judges, "firing": firing}
+        for tokens in self.tokens("judging", state, neurons=self.has_neurons):
             none = torch.zeros(len(tokens.x), device=tokens.x.device)
             for name, dictionary in dictionaries.items():
                 if name in self.trained:
@@ -302,12 +308,9 @@ class Run:
                     hat, active = dictionary(tokens.x, tokens.neurons)
                 judges[name].see(tokens.x, hat, active.float(), tokens.document)
             constant = self.calibration.mean.to(tokens.x).expand_as(tokens.x)
-            mean.see(tokens.x, constant, none, tokens.document)
-            zero.see(tokens.x, torch.zeros_like(tokens.x), none, tokens.document)
-            bar.update(len(tokens.batch.tokens))
-        bar.close()
+            judges[MEAN].see(tokens.x, constant, none, tokens.document)
+            judges[ZERO].see(tokens.x, torch.zeros_like(tokens.x), none, tokens.document)
         self.quality = {name: judge.compute() for name, judge in judges.items()}
-        self.quality |= {MEAN: mean.compute(), ZERO: zero.compute()}
         self.fired = {name: one.finish() for name, one in firing.items()}
         l0, d_model = self.quality[SAE].l0.value, self.model.cfg.d_model
         if l0 > NOT_SPARSE * d_model:
@@ -316,6 +319,12 @@ class Run:
                 "dimensions: that is hardly sparse, so its features mean little. Raise --sparsity, "
                 "train on more positions, or use --arch topk."
             )
+
+    def _new_judge(self) -> Judge:
+        return Judge(len(self.text), self.model.cfg.d_model)
+
+    def _new_firing(self, one: Trained) -> reading.Firing:
+        return reading.Firing(self.text, one.sae.cfg.d_sae, self.config.top)
 
     def _losses(self) -> None:
         if self.loss_text is None:
@@ -332,45 +341,35 @@ class Run:
             MEAN: splicing.constant(self.calibration.mean),
             ZERO: splicing.constant(zero),
         }
-        rows = sum(len(d.windows) for d in self.loss_text.documents)
-        bar = track(rows * (1 + len(replacements)), "splicing", self.config.progress)
         self.losses = splicing.empty(self.loss_text)
-        try:
-            splicing.splice_in(
-                self.model,
-                self.layer,
-                self.loss_text,
-                replacements,
-                self.config.batch_size,
-                neurons=self.has_neurons,
-                into=self.losses,
-                bar=bar,
-            )
-        finally:
-            bar.close()
+        splicing.splice_in(
+            self.model,
+            self.layer,
+            self.loss_text,
+            replacements,
+            self.config.batch_size,
+            neurons=self.has_neurons,
+            into=self.losses,
+            progress=self.config.progress,
+        )
 
     def _look_around(self) -> None:
         around = reading.Around(self.text, self.fired[SAE].top)
-        rows = sum(len(d.windows) for d in self.text.documents)
-        bar = track(rows, "reading", self.config.progress)
-        for tokens in self.tokens():
+        for tokens in self.tokens("reading", {"values": around.values}):
             around.see(self.sae.encode(tokens.x), tokens)
-            bar.update(len(tokens.batch.tokens))
-        bar.close()
         self.around = around
 
     def _null(self) -> None:
         """The same on a model whose matrices' entries are permuted."""
         with self.in_null_model():
             stream = self.fitting.stream()
-            calibration, sample = self.fitting.calibrate(stream)
+            calibration, sample = self.fitting.calibrate(stream, self.has_neurons)
             plan = self.fitting.plan(NULL, self.config.widths[0])
             (job,) = self.fitting.fit([plan], stream, calibration, NULL)
             self.trained[NULL] = self.fitting.finish(job, sample)
             sae = self.trained[NULL].sae
-            judge = Judge(len(self.text), self.model.cfg.d_model)
-            firing = reading.Firing(self.text, sae.cfg.d_sae, self.config.top)
-            for tokens in self.tokens():
+            judge, firing = self._new_judge(), self._new_firing(self.trained[NULL])
+            for tokens in self.tokens(f"judging {NULL}", {"judge": judge, "firing": firing}):
                 acts = sae.encode(tokens.x)
                 firing.see(acts, tokens)
                 judge.see(tokens.x, sae.decode(acts), (acts > 0).sum(1).float(), tokens.document)

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp import hooks, splice
+from interp import hooks, journal, splice
 from interp.model import Model
-from interp.progress import batches
+from interp.progress import track
 from interp.text import Text, TokenBatch
 from probes.activations import SITE, expect_finite
 
@@ -67,7 +67,7 @@ def splice_in(
     *,
     neurons: bool = False,
     into: Losses | None = None,
-    bar: Any = None,
+    progress: bool = False,
 ) -> Losses:
     """The losses of a text as it is and with each replacement.
 
@@ -79,7 +79,7 @@ def splice_in(
         batch_size: rows per forward pass.
         neurons: whether replacements need what enters W_out.
         into: where to write; what an interruption leaves is there.
-        bar: a tqdm bar, moved on by one for each row and condition, clean among them.
+        progress: whether a bar is shown: rows, once for each condition, clean among them.
 
     Raises:
         InterpError: a replacement or a loss that is not finite.
@@ -88,30 +88,31 @@ def splice_in(
     names = [CLEAN, *replacements]
     losses.nll |= {name: np.zeros(len(text)) for name in names}
     losses.kl |= {name: np.zeros(len(text)) for name in replacements}
-    windows = np.array([len(d.windows) for d in text.documents])
-    from_middle: bool | None = None
-    for batch in batches(model, text, batch_size):
-        rows = batch.rows.cpu().numpy()
-        clean = _Clean(model, layer, batch, neurons)
-        _add(losses.nll[CLEAN], rows, clean.scores.loss)
-        if from_middle is None:
-            same = clean.run(clean.x, True).loss - clean.scores.loss
-            from_middle = float(same.abs().max()) <= splice.SELF_CHECK_NATS
-        for name, replace in replacements.items():
-            x_hat = replace(clean.x, clean.neurons, batch)
-            expect_finite(x_hat)
-            found = clean.run(x_hat, from_middle)
-            assert found.kl is not None
-            splice.check_finite(found.loss, "loss")
-            _add(losses.nll[name], rows, found.loss)
-            _add(losses.kl[name], rows, found.kl)
-            if bar is not None:
-                bar.update(len(rows))
-        _add(losses.tokens, rows, batch.predicted.sum(1))
-        np.subtract.at(windows, rows, 1)
-        losses.documents[windows == 0] = True
-        if bar is not None:
+    left = np.array([len(d.windows) for d in text.documents])  # windows of each document
+    first: list[bool] = []  # whether runs may start from the middle, once it was tried
+    stage = journal.stage("splicing")
+    batches = stage.batches(model, text, batch_size)
+    with track(int(left.sum()) * len(names), "splicing", progress) as bar:
+        for batch in stage.fold(batches, {"losses": losses, "left": left, "first": first}):
+            rows = batch.rows.cpu().numpy()
+            clean = _Clean(model, layer, batch, neurons)
+            if not first:
+                same = clean.run(clean.x, True).loss - clean.scores.loss
+                first.append(float(same.abs().max()) <= splice.SELF_CHECK_NATS)
+            _add(losses.nll[CLEAN], rows, clean.scores.loss)
             bar.update(len(rows))
+            for name, replace in replacements.items():
+                x_hat = replace(clean.x, clean.neurons, batch)
+                expect_finite(x_hat)
+                found = clean.run(x_hat, first[0])
+                assert found.kl is not None
+                splice.check_finite(found.loss, "loss")
+                _add(losses.nll[name], rows, found.loss)
+                _add(losses.kl[name], rows, found.kl)
+                bar.update(len(rows))
+            _add(losses.tokens, rows, batch.predicted.sum(1))
+            np.subtract.at(left, rows, 1)
+            losses.documents[left == 0] = True
     return losses
 
 

@@ -15,20 +15,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
+import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from interp import journal
 from interp.errors import InterpError
+from interp.progress import track
 from probes.activations import Stream
+
+log = logging.getLogger("interp")
 
 DEAD_TOKENS = 4_000_000
 """A feature that fires nowhere in as many positions (or a tenth of the run) is trained as dead."""
@@ -36,6 +42,14 @@ LOG_ROWS = 200
 """Rows of a training's log, about."""
 THRESHOLD_ENTRIES = 2**26  # pre-activations that batchtopk's threshold is set on
 CONFIG = "cfg.json"  # as SAELens names it
+COUNTERS = (
+    "n_training_steps",
+    "n_training_samples",
+    "act_freq_scores",
+    "n_forward_passes_since_fired",
+    "n_frac_active_samples",
+)
+"""What SAELens' trainer counts."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +125,32 @@ class Job:
         self.sae = _new_sae(plan, self.mean, device)
         self.trainer = _trainer(plan, self.sae, scale, device)
 
-    def train(
-        self, x: Float[Tensor, "token d_model"], block: int, seen: Callable[[int], None]
-    ) -> None:
-        """One pass over a block of raw activations, in the shuffle of this seed and block.
+    def order(self, block: int, size: int) -> Int64[Tensor, " token"]:
+        """The order in which a block's positions are trained on: the shuffle of this seed."""
+        shuffle = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + block)
+        return torch.randperm(size, generator=shuffle)
+
+    def step(self, x: Float[Tensor, "token d_model"]) -> None:
+        """One training step on a batch of raw activations.
 
         Raises:
-            InterpError: the loss is not finite.
+            InterpError: the loss is not finite, or the memory ran out.
         """
-        shuffle = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + block)
-        order = torch.randperm(len(x), generator=shuffle).to(x.device)
         every = max(1, self.plan.steps // LOG_ROWS)
-        with torch.enable_grad():
-            for chosen in order.split(self.plan.batch):
-                output = self.trainer.step(x[chosen])
-                if self.trainer.n_training_steps % every == 0:
-                    self._write_down(output)
-                self.trainer.n_training_steps += 1
-                seen(len(chosen))
+        try:
+            with torch.enable_grad():
+                output = self.trainer.step(x)
+        except RuntimeError as error:
+            if not journal.out_of_memory(error):
+                raise
+            raise InterpError(
+                f"Out of memory in a training step of {self.plan.name} ({self.plan.d_sae} features,"
+                f" {len(x)} positions), which no smaller batch of the model's would help: use a "
+                "smaller --train-batch or --width, fewer --seeds, or --device cpu."
+            ) from error
+        if self.trainer.n_training_steps % every == 0:
+            self._write_down(output)
+        self.trainer.n_training_steps += 1
 
     @torch.no_grad()
     def _write_down(self, output: Any) -> None:
@@ -162,19 +184,33 @@ class Job:
             f"FVU {last.fvu[-1]:.3f} dead {100 * last.dead[-1]:.0f}%"
         )
 
-    # Checkpoints ------------------------------------------------------------------------------
+    # Progress ---------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write everything that training goes on from."""
-        folder.mkdir(parents=True)
-        self.sae.save_model(folder)
-        self.trainer.save_trainer_state(folder)
+    @property
+    def _parts(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            "sae": self.sae,
+            "optimizer": trainer.optimizer,
+            "lr_scheduler": trainer.lr_scheduler,
+            **trainer.coefficient_schedulers,
+        }
 
-    def load(self, folder: Path, log: Mapping[str, list[Any]]) -> None:
-        """Take up what `save` wrote."""
-        self.sae.load_weights_from_checkpoint(folder)
-        self.trainer.load_trainer_state(folder)
-        self.log = Log(**{name: list(values) for name, values in log.items()})
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training goes on from, three times the SAE's weights."""
+        return {
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "counters": {name: getattr(self.trainer, name) for name in COUNTERS},
+            "log": vars(self.log),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        for name, value in state["counters"].items():
+            setattr(self.trainer, name, value)
+        self.log = Log(**state["log"])
 
 
 def _new_sae(plan: Plan, mean: Tensor, device: torch.device) -> Any:
@@ -242,39 +278,40 @@ def _trainer(plan: Plan, sae: Any, scale: float, device: torch.device) -> Any:
     return trainer
 
 
-def fit(
-    jobs: list[Job],
-    stream: Stream,
-    bar: Any,
-    *,
-    start: int = 0,
-    after: Callable[[int], None] = lambda block: None,
-) -> None:
-    """Train on all blocks of a stream from block `start` on.
+def fit(jobs: list[Job], stream: Stream, what: str = "training", progress: bool = False) -> None:
+    """Train on all of a stream, step by step, from where an earlier process stopped.
 
     Args:
-        jobs: the SAEs, each trained on every block.
-        stream: what to train on.
-        bar: a tqdm bar over `work(jobs, stream)` units.
-        start: first block.
-        after: called with the number of blocks that are done, after each.
+        jobs: the SAEs, which take each step one after another.
+        stream: what to train on, made for batches of theirs.
+        what: the stage's name.
+        progress: whether a bar is shown: positions, once for the model and once for each SAE.
+
+    Raises:
+        InterpError: a loss that is not finite, or the memory ran out in a training step.
     """
-    for block in range(start, stream.blocks):
-        bar.set_postfix_str("running the model")
-        x = stream.block(block, bar.update)
-        for job in jobs:
+    stage = journal.stage(what)
+    rows, batch = stream.sized(stage), jobs[0].plan.batch
+    held, x, orders = -1, torch.empty(0), []
+    with track(stream.tokens * (1 + len(jobs)), what, progress) as bar:
 
-            def seen(n: int, job: Job = job) -> None:
+        def seen(n: int) -> None:
+            bar.update(n)
+            stage.check()  # no job has taken this step yet
+
+        for step in stage.fold(range(stream.tokens // batch), {"jobs": jobs}, training=True):
+            block, i = divmod(step, stream.block_tokens // batch)
+            if block != held:
+                if held < 0 and step:
+                    log.info(f"{what}: {step * batch:,} of {stream.tokens:,} positions are done")
+                    bar.n = bar.initial = stream.span(block)[0] + step * batch * len(jobs)
+                bar.set_postfix_str("running the model")
+                x, held = stream.block(block, rows, seen), block
+                orders = [job.order(block, len(x)).to(x.device) for job in jobs]
+            for job, order in zip(jobs, orders, strict=True):
+                job.step(x[order[i * batch : (i + 1) * batch]])
                 bar.set_postfix_str(job.said(), refresh=False)
-                bar.update(n)
-
-            job.train(x, block, seen)
-        after(block + 1)
-
-
-def work(jobs: list[Job], stream: Stream, start: int = 0) -> int:
-    """Positions that a progress bar counts: once for the model, and once for each SAE."""
-    return (stream.tokens - start * stream.block_tokens) * (1 + len(jobs))
+                bar.update(batch)
 
 
 # The finished SAE ---------------------------------------------------------------------------------
@@ -306,7 +343,10 @@ def finished(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             sae.save_inference_model(folder)
-        return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        # In an order that is the same in every process.
+        files[CONFIG] = json.dumps(json.loads(files[CONFIG]), sort_keys=True, indent=1).encode()
+        return files
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

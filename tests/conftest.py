@@ -1,6 +1,7 @@
 """Shared by all tests: threads that do not spin, no network, models loaded once."""
 
 import os
+import signal
 import socket
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -103,6 +104,14 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect_ex", refuse)
     yield
     assert not attempts
+
+
+@pytest.fixture
+def heard():
+    """Ctrl-C as a terminal's Python has it; the processes of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
     python -m tests.kills [kills per analyzer]
 
 A child process measures a tiny model; this one kills it after a random time, in the middle of
-whatever it does, writing included. Every table of a run that ends must have the bytes of one that
-nothing stopped. Prints one line per analyzer; exit status 1 where a table differs.
+whatever it does, writing included. Every table and SAE of a run that ends must have the bytes of
+one that nothing stopped. Prints one line per analyzer; exit status 1 where one differs.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch
 from interp.model import load_model
 from interp.text import load_text
 from tests import tiny
-from tests.test_journal import CASES, DOCUMENTS, run
+from tests.test_journal import CASES, DOCUMENTS, contents, run
 
 SEED = 0
 
@@ -53,11 +53,6 @@ def wait(process, seconds=None):
         time.sleep(0.002)
 
 
-def tables(folder):
-    """Every table's bytes."""
-    return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
-
-
 def main(kills):
     """Every analyzer in turn."""
     torch.set_num_threads(1)
@@ -75,7 +70,7 @@ def main(kills):
                 run(case, model, text, out=out, **more).save(out)
 
             assert wait(child(lambda: measure(whole))) == 0  # noqa: B023
-            took, expected = time.monotonic() - began, tables(whole)
+            took, expected = time.monotonic() - began, contents(whole)
             rng, survived, ended, same = random.Random(f"{SEED} {case}"), 0, 0, 0
             while survived < kills or not ended:
                 again = out.with_name(out.name + ".partial").exists()
@@ -90,7 +85,7 @@ def main(kills):
                     assert status != 1, "an error, not a kill"
                     continue
                 ended += 1
-                same += tables(out) == expected
+                same += contents(out) == expected
                 shutil.rmtree(out)
             print(f"{case}: {survived} kills; {same} of {ended} runs ended with the same bytes")
             wrong += ended - same

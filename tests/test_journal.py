@@ -21,6 +21,8 @@ from interp.analyzers.qkv import qkv
 from interp.errors import InterpError, UsageError
 from interp.model import Model, load_model
 from interp.text import load_text
+from probes import activations
+from probes.run import superposition
 from tests import tiny
 
 DOCUMENTS = tiny.corpus(24)
@@ -34,6 +36,11 @@ CASES = {
     "ffn-keys": (ffn_keys, {"layer": ("all",), "top": 3, "sign": "both", "batch_size": 1}),
     "ffn-keys, some": (ffn_keys, {"layer": (1,), "key": (3, 20), "top": 2, "batch_size": 1}),
     "qkv": (qkv, {"each": "mean", "fit_documents": 4}),
+    "superposition": (
+        superposition,
+        {"layer": 1, "width": (2,), "k": 4, "train_tokens": 400, "train_batch": 40, "top": 2}
+        | {"loss_documents": 3, "null_model": True},
+    ),
 }
 KILLS = 3
 
@@ -61,11 +68,12 @@ def text(model):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Small batches of prefixes; and nothing of the weights alone, which is measured each time."""
+    """Small batches and blocks; and nothing of the weights alone, which is measured each time."""
     from interp.analyzers.ffn_keys import prefixes
     from interp.analyzers.heads import circuits
 
     monkeypatch.setattr(prefixes, "BATCH_TOKENS", {"cpu": 50})
+    monkeypatch.setattr(activations, "BLOCK_TOKENS", 120)
 
     def none(*_args):
         raise InterpError("not in these tests")
@@ -81,7 +89,13 @@ def run(case, model, text, **more):
 def saved(result, folder):
     """Every table of a result as its file's bytes."""
     result.save(folder, overwrite=True)
-    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.parquet"))}
+    return contents(folder)
+
+
+def contents(folder):
+    """The bytes of every table and SAE of a saved run."""
+    files = [*Path(folder).glob("*.parquet"), *Path(folder).glob("sae*/*")]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 @pytest.fixture
@@ -243,7 +257,7 @@ def test_damaged_progress_is_measured_again(damage, model, text, whole, at_pass,
 # Nothing is thrown away unasked -------------------------------------------------------------------
 
 
-def contents(folder):
+def everything_in(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -253,20 +267,20 @@ def test_progress_is_not_thrown_away_unasked(model, text, whole, at_pass, tmp_pa
     with pytest.raises(Killed):
         run("heads", model, text, out=out, checkpoint_every=0)
     at_pass()
-    before = contents(progress)
+    before = everything_in(progress)
     assert any(name.endswith(".safetensors") for name in before)
     for more in ({}, {"seed": 1}):
         with pytest.raises(InterpError) as caught:
             run("heads", model, text, out=out, **more)
         told = str(caught.value)
         assert all(w in told for w in ("run.partial", "resume=True", "another out", "delete"))
-        assert contents(progress) == before
+        assert everything_in(progress) == before
     # Where it does not say any more which run it is of, nor is it taken for this one.
     (progress / journal.RUN_FILE).write_text("{")
     with pytest.raises(InterpError, match="does not say which run it is of"):
         run("heads", model, text, out=out, resume=True)
     (progress / journal.RUN_FILE).write_bytes(before[journal.RUN_FILE])
-    assert contents(progress) == before
+    assert everything_in(progress) == before
     assert saved(run("heads", model, text, out=out, resume=True), out) == whole("heads")[0]
 
 
@@ -395,14 +409,6 @@ def at_removal(patch, n, act):
         return run(*args, **more)
 
     patch.setattr(splice, "run_edited", wrapped)
-
-
-@pytest.fixture
-def heard():
-    """Ctrl-C as a terminal's Python has it; the processes of pytest-xdist ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heard")
@@ -567,6 +573,77 @@ def test_a_state_that_holds_one_tensor_twice_is_refused(tmp_path):
     # Objects stay one, and nothing is nobody's.
     state = {"a": sums, "b": [sums], "c": torch.zeros(0), "d": torch.zeros(0), "e": sums.by_name}
     assert list(made.stage("s").fold([1, 2], state)) == [1, 2]
+
+
+def test_training_is_saved_however_large_it_is(tmp_path, monkeypatch):
+    """And what it has come to holds for batches of any size; sums of batches do neither."""
+    monkeypatch.setattr(journal, "MOST_BYTES", 1000)
+    made = journal.Journal(tmp_path, 0)
+    for training in (True, False):
+        stage, sums = made.stage(f"training {training}"), {"x": torch.zeros(1000)}
+        stage.size(8, 100)
+        for i in stage.fold(range(1, 5), sums, training=training):
+            sums["x"] += i
+    made.flush()
+    other = journal.Journal(tmp_path, 0)
+    for training, left in ((True, []), (False, [1, 2, 3, 4])):
+        stage, sums = other.stage(f"training {training}"), {"x": torch.zeros(1000)}
+        stage.now = 4
+        assert list(stage.fold(range(1, 5), sums, training=training)) == left
+        assert bool((sums["x"] == (10 if training else 0)).all())
+
+
+def test_torchs_own_protocol(tmp_path):
+    """An optimiser comes back by its own account: the next steps are the same."""
+
+    def fresh():
+        torch.manual_seed(3)
+        layer = torch.nn.Linear(3, 2)
+        return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
+
+    def step(layer, adam, i):
+        adam.zero_grad()
+        layer(torch.arange(3.0) + i).square().sum().backward()
+        adam.step()
+
+    straight, stopped, again = fresh(), fresh(), fresh()
+    for i in range(8):
+        step(*straight, i)
+    made = journal.Journal(tmp_path, 0)
+    for i in made.stage("t").fold(range(8), {"both": list(stopped)}, training=True):
+        if i == 5:
+            break
+        step(*stopped, i)
+    other = journal.Journal(tmp_path, 0)
+    done = []
+    for i in other.stage("t").fold(range(8), {"both": list(again)}, training=True):
+        done.append(i)
+        step(*again, i)
+    assert done == [5, 6, 7]
+    assert torch.equal(again[0].weight, straight[0].weight)
+    assert not torch.equal(stopped[0].weight, straight[0].weight)
+
+
+def test_large_sums_do_not_wait_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "HELD_BYTES", 1000)
+    made = journal.Journal(tmp_path, 3600)
+    for size in (1000, 100):
+        list(made.stage(f"of {size}").fold(range(3), {"x": torch.zeros(size)}))
+    assert [journal._read(file)["0"].shape for file in tmp_path.glob("sums-*")] == [(1000,)]
+
+
+def test_a_disk_that_is_full_is_left_as_it_was(tmp_path, monkeypatch):
+    """No half of a file that would take the tables' room."""
+
+    def full(tensors, file):
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    made = journal.Journal(tmp_path, 0)
+    list(made.stage("s").each(1, lambda i: {"x": torch.zeros(3)}))
+    assert any("No space left" in notice for notice in made.notices)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stage_hands_over_what_was_saved(tmp_path):

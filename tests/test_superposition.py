@@ -1,10 +1,6 @@
-"""The whole of `superposition` on tiny and planted models: tables, files, resuming, refusals."""
+"""The whole of `superposition` on tiny and planted models: tables, files, refusals."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -90,7 +86,7 @@ def test_everything_is_recounted_from_the_saved_sae(tiny_model, done, tmp_path):
     sae = SAE.load_from_disk(tmp_path / "run" / "sae")
     text = text_of(tiny_model)
     with tiny_model.measuring():
-        parts = list(activations.judged(tiny_model, 1, text, 1))
+        parts = list(activations.judged(tiny_model, 1, text, text.batches(1)))
     x = torch.cat([p.x for p in parts]).double()
     with torch.no_grad():
         acts = sae.encode(x.float()).numpy()
@@ -200,63 +196,25 @@ def test_judged_documents_are_not_trained_on(tiny_model):
     assert 0 <= lost <= len(others)  # a last window of one token is dropped
 
 
-# Resuming and caching -----------------------------------------------------------------------------
+# A cache, an interruption -------------------------------------------------------------------------
 
 
-class StopError(Exception):
-    pass
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
+def test_cache_spares_the_model_and_changes_no_weight(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "BLOCK_TOKENS", 500)
-
-
-def test_taken_up_run_has_the_same_weights(tiny_model, tmp_path, small_blocks, monkeypatch):
-    straight = superposition(tiny_model, text_of(tiny_model), **OPTIONS)
-    from probes import checkpoints
-
-    save = checkpoints.Checkpoints.save
-
-    def stop(self, jobs, block):
-        save(self, jobs, block)
-        if block == 2:
-            raise StopError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.Checkpoints, "save", stop)
-        with pytest.raises(StopError):
-            superposition(tiny_model, text_of(tiny_model), out=tmp_path / "run", **OPTIONS)
-    assert (tmp_path / "run.partial" / "checkpoints" / "sae" / "000002").is_dir()
-    changed = OPTIONS | {"k": 3, "resume": True}
-    with pytest.raises(InterpError, match="k was 4 and is 3"):
-        superposition(tiny_model, text_of(tiny_model), out=tmp_path / "run", **changed)
-    again = superposition(
-        tiny_model, text_of(tiny_model), out=tmp_path / "run", resume=True, **OPTIONS
-    )
-    assert again.files == straight.files
-    assert again.summary == straight.summary
-    assert not (tmp_path / "run.partial" / "checkpoints").exists()
-
-
-def test_cache_spares_the_model_and_changes_no_weight(tiny_model, tmp_path, small_blocks):
     straight = superposition(tiny_model, text_of(tiny_model), **OPTIONS)
     cached = OPTIONS | {"activations_cache": tmp_path / "cache"}
     first = superposition(tiny_model, text_of(tiny_model), **cached)
     assert first.files == straight.files
     assert any("--activations-cache: " in n and "MB" in n for n in first.notices)
     asked = []
-    original = activations.Stream.run
+    original = activations.Stream.pieces
 
-    def watch(self, start, stop, neurons=False):
+    def watch(self, start, stop, rows):
         asked.append((start, stop))
-        return original(self, start, stop, neurons)
+        return original(self, start, stop, rows)
 
-    activations.Stream.run = watch
-    try:
-        second = superposition(tiny_model, text_of(tiny_model), **(cached | {"width": (3,)}))
-    finally:
-        activations.Stream.run = original
+    monkeypatch.setattr(activations.Stream, "pieces", watch)
+    second = superposition(tiny_model, text_of(tiny_model), **(cached | {"width": (3,)}))
     assert len(asked) == 1  # the calibration
     assert second.summary["features"] == 3 * 40
 
@@ -265,66 +223,6 @@ def test_a_cache_that_is_too_large_is_refused(tiny_model, tmp_path, monkeypatch)
     monkeypatch.setattr(activations, "CACHE_BYTES", 1000)
     with pytest.raises(InterpError, match="fewer --train-tokens"):
         superposition(tiny_model, text_of(tiny_model), activations_cache=tmp_path, **OPTIONS)
-
-
-def test_killed_run_is_taken_up(tiny_model, checkpoint, tmp_path, small_blocks):
-    """kill -9 in the middle of training, then resumed: the bytes of an uninterrupted run."""
-    code = """
-import sys, time
-from interp.model import load_model
-from probes import activations, checkpoints
-from tests.test_superposition import OPTIONS, superposition, text_of
-activations.BLOCK_TOKENS = 500
-save = checkpoints.Checkpoints.save
-checkpoints.Checkpoints.save = lambda *a: (save(*a), time.sleep(100))
-model = load_model(sys.argv[1], device="cpu")
-from pathlib import Path
-superposition(model, text_of(model), out=Path(sys.argv[2]), **OPTIONS)
-"""
-    command = [sys.executable, "-c", code, str(checkpoint("gpt2")), str(tmp_path / "a")]
-    with subprocess.Popen(command) as killed:
-        kept = tmp_path / "a.partial" / "checkpoints" / "sae" / "000001"
-        while not kept.is_dir() and killed.poll() is None:
-            time.sleep(0.1)
-        killed.send_signal(signal.SIGKILL)
-    assert kept.is_dir()
-    assert not (tmp_path / "a").exists()
-    again = superposition(
-        tiny_model, text_of(tiny_model), out=tmp_path / "a", resume=True, **OPTIONS
-    )
-    assert again.files == superposition(tiny_model, text_of(tiny_model), **OPTIONS).files
-    again.save(tmp_path / "a")
-    assert sorted(p.name for p in (tmp_path / "a").iterdir() if p.is_dir()) == ["sae"]
-
-
-def test_ctrl_c_saves(tiny_model, monkeypatch, small_blocks, tmp_path):
-    from probes import training
-
-    train = training.Job.train
-
-    def interrupt(self, x, block, seen):
-        if block == 2:
-            raise KeyboardInterrupt
-        train(self, x, block, seen)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.Job, "train", interrupt)
-        result = superposition(tiny_model, text_of(tiny_model), out=tmp_path / "r", **OPTIONS)
-    assert not result.complete
-    assert result.summary["train_tokens"] == 1000
-    result.save(tmp_path / "r")
-    assert not load_result(tmp_path / "r").complete
-    from interp.results import reopen
-
-    reopen(tmp_path / "r")
-    again = superposition(
-        tiny_model, text_of(tiny_model), out=tmp_path / "r", resume=True, **OPTIONS
-    )
-    assert again.complete
-    assert again.files == superposition(tiny_model, text_of(tiny_model), **OPTIONS).files
-    again.save(tmp_path / "r")
-    with pytest.raises(InterpError, match="complete run"):
-        reopen(tmp_path / "r")
 
 
 def test_ctrl_c_while_splicing_keeps_the_documents_that_are_done(tiny_model, monkeypatch):
@@ -408,7 +306,7 @@ def test_refusals(tiny_model, options, words):
         superposition(tiny_model, text_of(tiny_model), **(OPTIONS | options))
 
 
-def test_options_without_effect_are_said(tiny_model):
+def test_options_without_effect_are_said(tiny_model, done, tmp_path):
     from interp.config import SuperpositionConfig
 
     def notices(**options):
@@ -423,7 +321,7 @@ def test_options_without_effect_are_said(tiny_model):
     assert notices(arch="gated", k=3) == [
         "--k changes nothing here: --arch gated has no such thing."
     ]
-    assert notices(sae="x", width=(2,)) == [
+    assert notices(sae=str(done.save(tmp_path / "run")), width=(2,)) == [
         "--width changes nothing here: an SAE is loaded, not trained."
     ]
 

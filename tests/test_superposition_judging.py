@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from interp import stats
 from interp.errors import InterpError
-from probes.baselines import Calibration, Neurons, Pca
+from probes.baselines import Moments, Neurons, Pca
 from probes.judging import Judge, ratio
 
 
@@ -125,10 +125,10 @@ def test_a_reconstruction_that_is_not_finite_is_refused(data):
 
 
 def calibrated(x, neurons=None, cut=37):
-    parts = [slice(0, cut), slice(cut, None)]
-    return Calibration.of(
-        (torch.from_numpy(x[p]).float(), None if neurons is None else neurons[p]) for p in parts
-    )
+    moments = Moments()
+    for part in (slice(0, cut), slice(cut, None)):
+        moments.see(torch.from_numpy(x[part]).float(), None if neurons is None else neurons[part])
+    return moments.compute()
 
 
 def test_calibration_and_pca(data):

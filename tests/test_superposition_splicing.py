@@ -135,15 +135,17 @@ def test_stream_is_the_models_own_whatever_is_asked(case):
     assert stream.blocks == 4
     expected = torch.cat([oracle_activations(plain, w.tolist(), special) for w in windows.ids])
     with model.measuring():
-        blocks = [stream.block(b) for b in (0, 1, 2, 3)]
-        assert torch.allclose(torch.cat(blocks), expected[:192], atol=2e-4)
-        assert torch.allclose(stream.block(2), blocks[2], atol=1e-5)
+        for rows in (3, 1, 8):  # windows at once
+            blocks = [stream.block(b, rows) for b in (0, 1, 2, 3)]
+            assert torch.allclose(torch.cat(blocks), expected[:192], atol=2e-4)
+            assert torch.equal(stream.block(2, rows), blocks[2])
+            assert torch.allclose(torch.cat(blocks), stream.read(0, 192, 3), atol=1e-5)
 
 
 def test_judged_positions(case):
     model, plain, text, documents, special = case
     with model.measuring():
-        parts = list(judged(model, LAYER, text, 4, neurons=True))
+        parts = list(judged(model, LAYER, text, text.batches(4), neurons=True))
     x = torch.cat([p.x for p in parts])
     assert torch.allclose(
         x, torch.cat([oracle_activations(plain, d, special) for d in documents]), atol=2e-4
@@ -165,9 +167,9 @@ def test_a_first_position_a_hundred_times_longer_moves_nothing(case):
         return new
 
     with model.measuring():
-        before = torch.cat([p.x for p in judged(model, LAYER, text, 4)])
+        before = torch.cat([p.x for p in judged(model, LAYER, text, text.batches(4))])
         with hooks.attached(model, [("mlp_out", LAYER, longer)]):
-            after = torch.cat([p.x for p in judged(model, LAYER, text, 4)])
+            after = torch.cat([p.x for p in judged(model, LAYER, text, text.batches(4))])
     assert torch.equal(before, after)
 
 
@@ -179,7 +181,7 @@ def test_permuted_weights_keep_entries_and_come_back(case):
     weights = dict(model.bridge.original_model.named_parameters())
     before = {name: w.detach().clone() for name, w in weights.items()}
     with model.measuring():
-        x = torch.cat([p.x for p in judged(model, LAYER, text, 4)])
+        x = torch.cat([p.x for p in judged(model, LAYER, text, text.batches(4))])
 
     def fail():
         with model.measuring(), baselines.permuted(model, 1):
@@ -189,7 +191,7 @@ def test_permuted_weights_keep_entries_and_come_back(case):
                     continue
                 assert not torch.equal(weight, before[name]), name
                 assert torch.equal(weight.flatten().sort()[0], before[name].flatten().sort()[0])
-            null = torch.cat([p.x for p in judged(model, LAYER, text, 4)])
+            null = torch.cat([p.x for p in judged(model, LAYER, text, text.batches(4))])
             assert not torch.allclose(null, x, atol=0.1)
             raise RuntimeError("stop")
 
@@ -197,4 +199,4 @@ def test_permuted_weights_keep_entries_and_come_back(case):
         fail()
     assert all(torch.equal(w, before[name]) for name, w in weights.items())
     with model.measuring():
-        assert torch.equal(torch.cat([p.x for p in judged(model, LAYER, text, 4)]), x)
+        assert torch.equal(torch.cat([p.x for p in judged(model, LAYER, text, text.batches(4))]), x)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from interp import journal
 from interp.errors import InterpError
-from probes.checkpoints import Checkpoints
-from probes.training import Job, Plan, finished, from_files
+from probes.training import COUNTERS, Job, Plan, finished, from_files
 
 D, WIDTH, K, BATCH = 16, 3, 4, 128
 ARCHS = ["topk", "batchtopk", "jumprelu", "standard", "gated"]
@@ -41,11 +41,21 @@ def plan(arch="topk", **changes):
     return Plan(**(fields | changes))
 
 
-def trained(x, wanted, passes=1):
+def untrained(x, wanted):
     scale = float(D**0.5 / x.norm(dim=1).mean())
-    job = Job(wanted, scale, x.mean(0).double(), torch.device("cpu"))
-    for block in range(passes):
-        job.train(x[:5120], block, lambda n: None)
+    return Job(wanted, scale, x.mean(0).double(), torch.device("cpu"))
+
+
+def batches(job, x, passes=1):
+    """What it is trained on, 40 batches in each of a few passes over one block."""
+    orders = [job.order(block, 5120) for block in range(passes)]
+    return [x[chosen] for order in orders for chosen in order.split(BATCH)]
+
+
+def trained(x, wanted, passes=1):
+    job = untrained(x, wanted)
+    for batch in batches(job, x, passes):
+        job.step(batch)
     return job
 
 
@@ -143,6 +153,14 @@ def test_same_seed_same_weights(x, jobs):
     assert finished(other, x[:10], {}) != first
 
 
+def test_the_configuration_has_the_same_bytes_in_every_process(jobs, x):
+    """SAELens writes its entries in an order that hashes of strings decide."""
+    config = json.loads(finished(jobs["topk"], x[:10], {"hook_name": "here"})["cfg.json"])
+    assert config["metadata"]["hook_name"] == "here"
+    for part in (config, config["metadata"]):
+        assert list(part) == sorted(part)
+
+
 def test_a_fixed_decoder_stays(x):
     job = trained(x, plan("topk", fixed_decoder=True))
     fresh = Job(job.plan, job.scale, x.mean(0).double(), torch.device("cpu"))
@@ -173,47 +191,43 @@ def test_dead_in_training_is_recounted(x):
     assert job.dead_fraction == float(dead.float().mean())
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_checkpoint_goes_on_as_if_nothing_had_happened(arch, x, tmp_path):
-    straight = trained(x, plan(arch, tokens=10240), passes=2)
-    first = trained(x, plan(arch, tokens=10240), passes=1)
-    kept = Checkpoints(tmp_path, {"k": 4})
-    kept.save([first], 1)
-    again = Job(first.plan, first.scale, x.mean(0).double(), torch.device("cpu"))
-    assert kept.load([again]) == 1
-    again.train(x[:5120], 1, lambda n: None)
-    for name, weight in straight.sae.state_dict().items():
-        assert torch.equal(weight, again.sae.state_dict()[name]), name
-    assert straight.log == again.log
-    assert straight.dead_fraction == again.dead_fraction
+@pytest.mark.parametrize(("arch", "fixed"), [*((arch, False) for arch in ARCHS), ("topk", True)])
+def test_saved_training_goes_on_as_if_nothing_had_happened(arch, fixed, x, tmp_path):
+    """Stopped while the schedules of learning rate and penalty move, dead features counted."""
+    wanted = plan(arch, tokens=10240, fixed_decoder=fixed)
+    straight = trained(x, wanted, passes=2)
+    for stop in (3, 71):  # in the warm-up, in the decay
+        job = untrained(x, wanted)
+        made = journal.Journal(tmp_path / str(stop), 3600)
+        made.folder.mkdir()
+        given = batches(job, x, 2)
+        for i in made.stage("t").fold(range(stop), {"jobs": [job]}, training=True):
+            job.step(given[i])
+        made.flush()
+        again, done = untrained(x, wanted), []
+        made = journal.Journal(made.folder, 3600)
+        for i in made.stage("t").fold(range(80), {"jobs": [again]}, training=True):
+            done.append(i)
+            again.step(given[i])
+        assert done == list(range(stop, 80))
+        for name, weight in straight.sae.state_dict().items():
+            assert torch.equal(weight, again.sae.state_dict()[name]), name
+        assert straight.log == again.log
+        assert straight.dead_fraction == again.dead_fraction
+        assert finished(straight, x[:2048], {}) == finished(again, x[:2048], {})
 
 
-def test_checkpoints_of_another_run_are_refused(x, tmp_path):
-    job = trained(x, plan())
-    Checkpoints(tmp_path, {"k": 4, "model": "a"}).save([job], 1)
-    with pytest.raises(InterpError, match=r"k was 4 and is 5"):
-        Checkpoints(tmp_path, {"k": 5, "model": "a"}).load([job])
-
-
-def test_checkpoints_are_written_so_often(x, tmp_path):
-    job = trained(x, plan())
-    Checkpoints(tmp_path, {}, 3600).due([job], 1)
-    assert not any(tmp_path.iterdir())
-    Checkpoints(tmp_path, {}, 0).due([job], 2)
-    assert [p.name for p in tmp_path.iterdir()] == ["000002"]
-
-
-def test_the_newest_whole_checkpoint_counts(x, tmp_path):
-    job = trained(x, plan())
-    kept = Checkpoints(tmp_path, {})
-    kept.save([job], 3)
-    torn = tmp_path / "000004"
-    torn.mkdir()
-    (torn / "state.json").write_text(json.dumps({"what": {}})[:-3])
-    assert kept.load([job]) == 3
+def test_all_that_saelens_keeps_is_kept(x, tmp_path):
+    """Its own account of what its trainer needs to go on."""
+    job = untrained(x, plan("jumprelu"))
+    job.trainer.save_trainer_state(tmp_path)
+    (file,) = tmp_path.glob("*.pt")
+    theirs = set(torch.load(file)) - {"started_fine_tuning"}  # which nothing sets
+    assert theirs == {*COUNTERS, "optimizer", "lr_scheduler", "coefficient_schedulers"}
+    assert {"sae", "optimizer", "lr_scheduler", "l0"} <= set(job.state_dict()["parts"])
 
 
 def test_a_loss_that_is_not_finite_stops(x):
     job = Job(plan(), 1.0, torch.zeros(D).double(), torch.device("cpu"))
     with pytest.raises(InterpError, match="--lr"):
-        job.train(x * 1e25, 0, lambda n: None)
+        job.step(x[:BATCH] * 1e25)
