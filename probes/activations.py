@@ -208,12 +208,15 @@ class Stream:
         if self.cache is not None and (kept := self.cache.read(start, stop)) is not None:
             seen(stop - start)
             return torch.from_numpy(kept).to(self.model.device)
-        parts = []
+        # Whole from the start: parts that are put together are there twice.
+        out = torch.empty(stop - start, self.d_model, device=self.model.device)
+        done = 0
         for piece in self.pieces(start, stop, rows):
             x, _ = self.run(piece)
-            parts.append(x)
+            out[done : done + len(x)] = x
+            done += len(x)
             seen(len(x))
-        out = torch.cat(parts)
+        assert done == len(out), "positions are missing"
         if self.cache is not None:
             self.cache.write(start, out.cpu().numpy())
         return out

@@ -3,7 +3,7 @@
 At included positions of a document the output x is replaced (everywhere else it stays), and the
 model runs on: cross-entropy and KL(clean || spliced), in nats per predicted token, by document.
 Blocks before the layer are run once per batch; that a run which replaces x by itself gives the
-clean loss is checked on the first batch, and where it does not, every run starts from the start.
+clean loss is checked on two windows first, and where it does not, every run starts from the start.
 
 What the numbers do not show: a layer that the model hardly needs costs little when it is removed,
 so that any reconstruction of it looks harmless. Compare with what removal costs.
@@ -97,8 +97,7 @@ def splice_in(
             rows = batch.rows.cpu().numpy()
             clean = _Clean(model, layer, batch, neurons)
             if not first:
-                same = clean.run(clean.x, True).loss - clean.scores.loss
-                first.append(float(same.abs().max()) <= splice.SELF_CHECK_NATS)
+                first.append(_usable(model, layer, text))
             _add(losses.nll[CLEAN], rows, clean.scores.loss)
             bar.update(len(rows))
             for name, replace in replacements.items():
@@ -114,6 +113,14 @@ def splice_in(
             np.subtract.at(left, rows, 1)
             losses.documents[left == 0] = True
     return losses
+
+
+def _usable(model: Model, layer: int, text: Text) -> bool:
+    """Whether a run from the middle that changes nothing gives the clean losses of two windows."""
+    few = text.batch_of([(i, 0) for i in range(min(2, len(text)))], model.device)
+    clean = _Clean(model, layer, few, neurons=False)
+    gap = clean.run(clean.x, True).loss - clean.scores.loss
+    return float(gap.abs().max()) <= splice.SELF_CHECK_NATS
 
 
 def empty(text: Text) -> Losses:

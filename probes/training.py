@@ -306,6 +306,7 @@ def fit(jobs: list[Job], stream: Stream, what: str = "training", progress: bool 
                     log.info(f"{what}: {step * batch:,} of {stream.tokens:,} positions are done")
                     bar.n = bar.initial = stream.span(block)[0] + step * batch * len(jobs)
                 bar.set_postfix_str("running the model")
+                del x  # before the next block takes as much again
                 x, held = stream.block(block, rows, seen), block
                 orders = [job.order(block, len(x)).to(x.device) for job in jobs]
             for job, order in zip(jobs, orders, strict=True):
