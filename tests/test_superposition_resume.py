@@ -87,7 +87,6 @@ def whole(tiny_model, tmp_path_factory):
 PLACES = {  # where, its how manyth call; training steps that are left then
     "calibrating": (activations.Stream, "run", 3, TRAINED),
     "in the second of two SAEs": (training.Job, "step", 18, TRAINED - 2 * 8),
-    "before a step, after a block": (training.Job, "step", 21, TRAINED - 2 * 10),
     "judging": (Judge, "see", 20, 14),
     "reading contexts": (Around, "see", 2, 14),
     "training the null model": (training.Job, "step", 37, 6),
@@ -299,8 +298,8 @@ def short(tiny_model):
     }
 
 
-STAGES = ["calibration", "training sae", "judging", "splicing", "reading", "training null model"]
-STAGES += ["judging null model", "concepts", "concepts of null model"]
+STAGES = ["calibration", "training sae", "judging", "splicing", "reading", "concepts"]
+STAGES += ["concepts of null model"]
 
 
 def limited(patch, stage, rows):
