@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -27,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from interp.text import Text, TokenBatch
 
 log = logging.getLogger("interp")
 Item = TypeVar("Item")
+Given = ParamSpec("Given")
 Values = Mapping[str, Any]
 
 RUN_FILE, LOCK_FILE = "run.json", "lock"
@@ -248,6 +250,17 @@ class Journal:
                     self._found.setdefault(key, {})[field] = tensor.numpy().copy()
 
 
+def _at_work(hand_out: Callable[Given, Iterator[Item]]) -> Callable[Given, Iterator[Item]]:
+    """A method of a stage that hands out items: the stage is at work until they are through."""
+
+    @functools.wraps(hand_out)
+    def wrapped(*args: Given.args, **more: Given.kwargs) -> Iterator[Item]:
+        stage: Any = args[0]
+        return stage.through(hand_out(*args, **more))
+
+    return wrapped
+
+
 class Stage:
     """A part of a run whose batches have one size.
 
@@ -317,6 +330,7 @@ class Stage:
         wanted = batch_rows(model, text, batch_size, graph=graph)
         return self.size(wanted, sum(len(d.windows) for d in text.documents))
 
+    @_at_work
     def each(
         self, count: int, compute: Callable[[int], Values], ahead: int = 1
     ) -> Iterator[dict[str, np.ndarray]]:
@@ -328,29 +342,29 @@ class Stage:
             ahead: results begun before the first of them is read, which waits for the device.
         """
         first, self._count = self._count, self._count + count
-        with self:
-            for start in range(0, count, ahead):
-                here = range(start, min(start + ahead, count))
-                interrupts.begin()
-                try:
-                    known = {i: self.journal.get(self.key(first + i)) for i in here}
-                    made = {i: compute(i) for i, values in known.items() if values is None}
-                    for i in here:
-                        values = known[i]
-                        if values is None:
-                            values = {k: _array(v) for k, v in made[i].items() if v is not None}
-                            self.journal.put(self.key(first + i), values)
-                        yield values
-                finally:
-                    interrupts.end()
-                if self.journal.due():
-                    self.journal.flush()
-                interrupts.check()
+        for start in range(0, count, ahead):
+            here = range(start, min(start + ahead, count))
+            interrupts.begin()
+            try:
+                known = {i: self.journal.get(self.key(first + i)) for i in here}
+                made = {i: compute(i) for i, values in known.items() if values is None}
+                for i in here:
+                    values = known[i]
+                    if values is None:
+                        values = {k: _array(v) for k, v in made[i].items() if v is not None}
+                        self.journal.put(self.key(first + i), values)
+                    yield values
+            finally:
+                interrupts.end()
+            if self.journal.due():
+                self.journal.flush()
+            interrupts.check()
 
     def once(self, compute: Callable[[], Values]) -> dict[str, np.ndarray]:
         """One small result."""
         return next(iter(list(self.each(1, lambda _: compute()))))
 
+    @_at_work
     def fold(self, items: Iterable[Item], state: Values) -> Iterator[Item]:
         """The items, less those that a saved state has in it already.
 
@@ -359,23 +373,22 @@ class Stage:
             state: name -> what the loop adds up: arrays and tensors that it changes in place, lists
                 and dicts, objects made of such. Set to what was saved, before the first item.
         """
-        with self:
-            done = self.journal.restore(self, state)
-            count = 0
-            for count, item in enumerate(items, 1):
-                if count <= done:
-                    continue
-                interrupts.begin()
-                try:
-                    yield item
-                finally:
-                    interrupts.end()
-                if self.journal.records and (interrupts.asked() or self.journal.due()):
-                    self.journal.keep(self, count, state)
-                    self.journal.flush()
-                interrupts.check()
-            if self.journal.records and count > done:
+        done = self.journal.restore(self, state)
+        count = 0
+        for count, item in enumerate(items, 1):
+            if count <= done:
+                continue
+            interrupts.begin()
+            try:
+                yield item
+            finally:
+                interrupts.end()
+            if self.journal.records and (interrupts.asked() or self.journal.due()):
                 self.journal.keep(self, count, state)
+                self.journal.flush()
+            interrupts.check()
+        if self.journal.records and count > done:
+            self.journal.keep(self, count, state)
 
 
 def _array(value: Tensor | np.ndarray) -> np.ndarray:
@@ -744,7 +757,7 @@ def _expect_apart(stage: str, state: Values) -> None:
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))
-        elif hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and not hasattr(value, "load_state_dict"):
             parts = vars(value)
         if parts and id(value) not in seen:
             seen.add(id(value))
