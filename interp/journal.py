@@ -449,7 +449,7 @@ def measured(
             interrupts.reset()
     run.notices += journal.notices
     if what is not None:
-        run.weights_sha256 = what["model"]["weights"]
+        run.weights_sha256 = what["model"]["weights"].split()[0]
     return run
 
 
@@ -580,7 +580,7 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
     found = {
         "analyzer": analyzer,
         "options": options,
-        "model": run.model.describe() | fingerprints(run.model),
+        "model": run.model.describe() | {"weights": fingerprint(run.model)},
         "data": None if text is None else text.describe() | _digests(text),
         "versions": results.environment(),
     }
@@ -588,14 +588,9 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
 
 
 def fingerprint(model: Model) -> str:
-    """`fingerprints` as one."""
-    return " ".join(fingerprints(model).values())
+    """Of all that a model's function depends on, as two digests: of its weights, and of the rest.
 
-
-def fingerprints(model: Model) -> dict[str, str]:
-    """Of all that a model's numbers depend on: its weights, and what is done with them.
-
-    The latter: buffers, configuration, and what is attached to it (by name: what a hook does cannot
+    The rest: buffers, configuration, and what is attached to it (by name: what a hook does cannot
     be told).
     """
     own = model.bridge.original_model
@@ -608,7 +603,7 @@ def fingerprints(model: Model) -> dict[str, str]:
     function.update(json.dumps(config, sort_keys=True, default=str).encode())
     attached = [*hooks.foreign_hooks(model), *hooks.left_on(model)]
     function.update(json.dumps(attached).encode())
-    return {"weights": weights.hexdigest(), "function": function.hexdigest()}
+    return f"{weights.hexdigest()} {function.hexdigest()}"
 
 
 def _name(pair: tuple[str, Tensor]) -> str:
