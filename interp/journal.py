@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -28,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from interp.text import Text, TokenBatch
 
 log = logging.getLogger("interp")
 Item = TypeVar("Item")
+Given = ParamSpec("Given")
 Values = Mapping[str, Any]
 
 RUN_FILE, LOCK_FILE = "run.json", "lock"
@@ -264,6 +266,17 @@ class Journal:
                     self._found.setdefault(key, {})[field] = tensor.numpy().copy()
 
 
+def _at_work(hand_out: Callable[Given, Iterator[Item]]) -> Callable[Given, Iterator[Item]]:
+    """A method of a stage that hands out items: the stage is at work until they are through."""
+
+    @functools.wraps(hand_out)
+    def wrapped(*args: Given.args, **more: Given.kwargs) -> Iterator[Item]:
+        stage: Any = args[0]
+        return stage.through(hand_out(*args, **more))
+
+    return wrapped
+
+
 class Stage:
     """A part of a run whose batches have one size.
 
@@ -335,6 +348,7 @@ class Stage:
         wanted = batch_rows(model, text, batch_size, graph=graph)
         return self.size(wanted, sum(len(d.windows) for d in text.documents))
 
+    @_at_work
     def each(
         self, count: int, compute: Callable[[int], Values], ahead: int = 1
     ) -> Iterator[dict[str, np.ndarray]]:
@@ -346,29 +360,29 @@ class Stage:
             ahead: results begun before the first of them is read, which waits for the device.
         """
         first, self._count = self._count, self._count + count
-        with self:
-            for start in range(0, count, ahead):
-                here = range(start, min(start + ahead, count))
-                interrupts.begin()
-                try:
-                    known = {i: self.journal.get(self.key(first + i)) for i in here}
-                    made = {i: compute(i) for i, values in known.items() if values is None}
-                    for i in here:
-                        values = known[i]
-                        if values is None:
-                            values = {k: _array(v) for k, v in made[i].items() if v is not None}
-                            self.journal.put(self.key(first + i), values)
-                        yield values
-                finally:
-                    interrupts.end()
-                if self.journal.due():
-                    self.journal.flush()
-                interrupts.check()
+        for start in range(0, count, ahead):
+            here = range(start, min(start + ahead, count))
+            interrupts.begin()
+            try:
+                known = {i: self.journal.get(self.key(first + i)) for i in here}
+                made = {i: compute(i) for i, values in known.items() if values is None}
+                for i in here:
+                    values = known[i]
+                    if values is None:
+                        values = {k: _array(v) for k, v in made[i].items() if v is not None}
+                        self.journal.put(self.key(first + i), values)
+                    yield values
+            finally:
+                interrupts.end()
+            if self.journal.due():
+                self.journal.flush()
+            interrupts.check()
 
     def once(self, compute: Callable[[], Values]) -> dict[str, np.ndarray]:
         """One small result."""
         return next(iter(list(self.each(1, lambda _: compute()))))
 
+    @_at_work
     def fold(
         self, items: Iterable[Item], state: Values, *, training: bool = False
     ) -> Iterator[Item]:
@@ -382,25 +396,24 @@ class Stage:
             training: the items are training steps. What they come to holds whatever the size of
                 the stage's batches, and is saved however large it is.
         """
-        with self:
-            self.training = training
-            done = self.journal.restore(self, state)
-            count = 0
-            for count, item in enumerate(items, 1):
-                if count <= done:
-                    continue
-                self._at = count - 1, state
-                interrupts.begin()
-                try:
-                    yield item
-                finally:
-                    interrupts.end()
-                self._at = count, state
-                if self.journal.due():
-                    self._save()
-                self.check()
-            if self.journal.records and count > done:
-                self.journal.keep(self, *self._at)
+        self.training = training
+        done = self.journal.restore(self, state)
+        count = 0
+        for count, item in enumerate(items, 1):
+            if count <= done:
+                continue
+            self._at = count - 1, state
+            interrupts.begin()
+            try:
+                yield item
+            finally:
+                interrupts.end()
+            self._at = count, state
+            if self.journal.due():
+                self._save()
+            self.check()
+        if self.journal.records and count > done:
+            self.journal.keep(self, *self._at)
 
     def check(self) -> None:
         """Stop here if that was asked for: between a fold's items, or before one changed anything.
@@ -476,7 +489,7 @@ def measured(
             interrupts.reset()
     run.notices += journal.notices
     if what is not None:
-        run.weights_sha256 = what["model"]["weights"]
+        run.weights_sha256 = what["model"]["weights"].split()[0]
     return run
 
 
@@ -608,7 +621,7 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
     found = {
         "analyzer": analyzer,
         "options": options,
-        "model": run.model.describe() | fingerprints(run.model),
+        "model": run.model.describe() | {"weights": fingerprint(run.model)},
         "data": None if text is None else text.describe() | _digests(text),
         "versions": results.environment(),
         **getattr(run, "reads", {}),
@@ -617,14 +630,9 @@ def identity(analyzer: str, run: Any) -> dict[str, Any]:
 
 
 def fingerprint(model: Model) -> str:
-    """`fingerprints` as one."""
-    return " ".join(fingerprints(model).values())
+    """Of all that a model's function depends on, as two digests: of its weights, and of the rest.
 
-
-def fingerprints(model: Model) -> dict[str, str]:
-    """Of all that a model's numbers depend on: its weights, and what is done with them.
-
-    The latter: buffers, configuration, and what is attached to it (by name: what a hook does cannot
+    The rest: buffers, configuration, and what is attached to it (by name: what a hook does cannot
     be told).
     """
     own = model.bridge.original_model
@@ -637,7 +645,7 @@ def fingerprints(model: Model) -> dict[str, str]:
     function.update(json.dumps(config, sort_keys=True, default=str).encode())
     attached = [*hooks.foreign_hooks(model), *hooks.left_on(model)]
     function.update(json.dumps(attached).encode())
-    return {"weights": weights.hexdigest(), "function": function.hexdigest()}
+    return f"{weights.hexdigest()} {function.hexdigest()}"
 
 
 def _name(pair: tuple[str, Tensor]) -> str:
@@ -796,13 +804,11 @@ def _expect_apart(stage: str, state: Values) -> None:
                 )
             return
         parts: Mapping[Any, Any] = {}
-        if hasattr(value, "load_state_dict"):
-            parts = value.state_dict()
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))
-        elif hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and not hasattr(value, "load_state_dict"):
             parts = vars(value)
         if parts and id(value) not in seen:
             seen.add(id(value))

@@ -244,6 +244,19 @@ def test_resampling_donors_depend_on_document_and_seed_only(load, corpus):
     assert row["loss_delta"] == pytest.approx((losses - clean).mean(), abs=1e-5)
 
 
+def test_a_document_that_is_there_twice_is_no_donor_of_itself(load, corpus):
+    from interp.analyzers.heads.standins import Donors
+
+    model, _ = load("gpt2")
+    text = load_text(corpus, model, documents=4, context=32)
+    places = [2, 2, 0, 2, 0, 1]
+    for seed in range(4):
+        donors = Donors(model, text.subset(places), seed).of
+        assert all(places[donor] != place for place, donor in zip(places, donors, strict=True))
+    with pytest.raises(InterpError, match="a second document"):
+        Donors(model, text.subset([3, 3]), 0)
+
+
 def test_a_windows_donor_is_the_same_window_of_the_donor(load):
     from interp.analyzers.heads.standins import Donors
 

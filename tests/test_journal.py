@@ -365,10 +365,10 @@ def test_another_run_is_refused(begun, folder, model, text, monkeypatch, tmp_pat
     # The same weights, another function of them.
     changed = load_model(folder, device="cpu")
     changed.bridge.original_model.config.layer_norm_epsilon = 0.5
-    refused("model.function", model=changed)
+    refused("model.weights", model=changed)
     changed = load_model(folder, device="cpu")
     changed.bridge.blocks[0].hook_in.add_hook(lambda tensor, hook: tensor * 1.01)
-    refused("model.function", model=changed)
+    refused("model.weights", model=changed)
     # The same documents, but other ones are left for what is fitted or judged on others.
     moved = dataclasses.replace(text, next=text.next + 1)
     refused("data.next", text=moved)
