@@ -161,21 +161,7 @@ def _layers(result: Result) -> str | None:
     found = mapping(result.summary.get("layer_symmetry"))
     if number(found.get("median")) is None:
         return None
-    text = f"Of whole layers (sum over heads), symmetry has {_quartiles(found)}"
-    heads, kv = number(result.summary.get("heads")), number(result.summary.get("kv_heads"))
-    layers = number(result.model.get("n_layers"))
-    grouped = heads and kv and layers and kv * layers < heads
-    if result.model.get("family") == "gpt_neox":
-        text += (
-            "; published tables of this number are wrong for GPT-NeoX models (they cut the fused "
-            "projection across heads and print about 0)"
-        )
-    elif grouped:
-        text += (
-            "; published tables of this number are wrong for models with shared keys (they give "
-            "query heads the wrong KV head and print about 0)"
-        )
-    return text + "."
+    return f"Of whole layers (sum over heads), symmetry has {_quartiles(found)}."
 
 
 def _null(result: Result) -> str | None:
