@@ -425,8 +425,8 @@ def _weights_digest(result: Result) -> Digest | None:
     for key, words in (
         ("symmetry", "heads"),
         ("null", "re-paired heads"),
-        ("symmetry_folded", "heads, norm folded in"),
-        ("null_folded", "re-paired, norm folded in"),
+        ("symmetry_folded", "heads, folded"),
+        ("null_folded", "re-paired, folded"),
         ("layer_symmetry", "whole layers"),
     ):
         found = mapping(result.summary.get(key))
@@ -438,6 +438,9 @@ def _weights_digest(result: Result) -> Digest | None:
         title="Symmetry of A = W_Q W_K^T",
         head=("of", "median", "middle half", "middle 95%", "all"),
         rows=tuple(rows),
+        note="Folded: the norm before W_Q and W_K multiplied into them."
+        if result.summary.get("symmetry_folded")
+        else "",
     )
 
 

@@ -189,7 +189,10 @@ def _strip(result: Result) -> go.Figure:
     )
     figure.add_hline(0, line_width=1, line_color=spec.GREY)
     figure.update_xaxes(
-        title="layer (its heads from least to most symmetric)", showgrid=False, zeroline=False
+        title="layer (its heads sorted)",
+        showgrid=False,
+        zeroline=False,
+        range=[-0.7, float(layers["layer"].max()) + 0.7],
     )
     if len(layers) <= 40:
         figure.update_xaxes(tickmode="linear", dtick=1)

@@ -43,6 +43,7 @@ from interp.results import Column, Result
 
 ROWS = 1500  # of one table; more would make the page slow
 NOTEBOOK_ROWS = 10
+NO_TEXT = "no documents were read"
 _LONG = 300  # characters of one cell
 _NOTICES = 50
 _MEANINGS = ("column", "unit", "meaning")
@@ -168,7 +169,7 @@ def _section(result: Result, anchor: str, title: str | None, results: int, place
     parts = [f'<section id="{anchor}">', f"<h2>{place} {_text(title)}</h2>" if title else ""]
     if view.question:
         parts.append(f'<p class="question">{_text(view.question)}</p>')
-    parts.append(f'<p class="sample">{_text(sample(result))}{_incomplete(result)}</p>')
+    parts.append(f'<p class="sample">{_text(sample(result) or NO_TEXT)}{_incomplete(result)}</p>')
     parts.append(_notices(result))
     body: list[str] = []
     findings = view.findings(result)
@@ -221,7 +222,7 @@ def _figure(drawn: go.Figure, anchor: str, label: str) -> str:
     title, subtitle = str(meta.get("title", "")), str(meta.get("subtitle", ""))
     drawn.update_layout(
         title=None,
-        margin={"t": 30},
+        margin={"t": 50 if drawn.layout.annotations else 30},  # of panels their titles
         dragmode=False,  # else a finger on the figure cannot scroll the page
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -231,8 +232,8 @@ def _figure(drawn: go.Figure, anchor: str, label: str) -> str:
     return (
         f"<figure><figcaption><strong>{label}. {_text(title)}</strong><br>"
         f"<span>{_text(subtitle)}</span></figcaption>"
-        f'<div class="chart" id="{anchor}" role="img" aria-label="{html.escape(visible(title))}" '
-        f'style="min-height:{height}px"></div>'
+        f'<div class="plot"><div class="chart" id="{anchor}" role="img" '
+        f'aria-label="{html.escape(visible(title))}" style="min-height:{height}px"></div></div>'
         f'<script type="application/json" class="figure" data-for="{anchor}">{data}</script>'
         "</figure>"
     )
