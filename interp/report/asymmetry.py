@@ -491,6 +491,9 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     out = [("head", labels)]
     if "checkpoint" in table.columns:
         out.append(("checkpoint", column("checkpoint", lambda value: visible(value, 16))))
+    if has(table, "loss_delta_excess"):  # the rows are in its order
+        out.append(("loss change\nover control", column("loss_delta_excess", signed)))
+        out.append(("q", column("excess_q", lambda value: unsigned(value, 3))))
     out.append(("sym-\nmetry", column("symmetry", ratio)))
     if has(table, "null_percentile"):
         out.append(("null\nper-\ncentile", column("null_percentile", lambda v: unsigned(v, 1))))
@@ -503,9 +506,6 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
         out.append(("score\ncorr.", column(name, ratio)))
         out.append(("95%\ninterval", pair(f"{name}_low", f"{name}_high", ratio)))
         out.append(("not\ncentred", column("score_correlation", ratio)))
-    if has(table, "loss_delta_excess"):
-        out.append(("loss change\nover control", column("loss_delta_excess", signed)))
-        out.append(("q", column("excess_q", lambda value: unsigned(value, 3))))
     if not has(table, name):
         if has(table, "positive_real"):
             out.append(("eigen-\nvalues\n> 0", column("positive_real", ratio)))
