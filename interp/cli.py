@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 # Threads that spin while they wait slow a busy machine several times; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from interp import __version__, interrupts
 from interp.config import (
@@ -31,22 +31,18 @@ from interp.config import (
     OutputOptions,
     ShownOptions,
     TextOptions,
+    heading,
 )
 from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells have it
 ONE_SIGNAL_SECONDS = 1.0  # SIGTERMs this close are one: `timeout` sends it to process and group
-HEADINGS = ("Measure", "Text", "Model", "Run", "Output")  # of --help, in this order
 
 
-def _group(heading: str) -> Group:
-    return Group(heading, sort_key=HEADINGS.index(heading))
-
-
-def _flat(heading: str) -> Parameter:
+def _flat(name: str, note: str = "") -> Parameter:
     """A dataclass whose fields are options of their own, under one heading of --help."""
-    return Parameter(name="*", group=_group(heading))
+    return Parameter(name="*", group=heading(name, note))
 
 
 def _default(value: Any) -> str | None:
@@ -209,11 +205,11 @@ def _add_analyzer(name: str, analyzer: Analyzer) -> None:
                 logger,
             )
 
-    command.__doc__ = analyzer.help
+    command.__doc__ = f"{analyzer.help}\n\n{analyzer.more}"
     command.__annotations__ |= {
         "options": Annotated[analyzer.config | None, _flat("Measure")],
         "model": Annotated[analyzer.models | None, _flat("Model")],
-        "text": Annotated[analyzer.texts | None, _flat("Text")],
+        "text": Annotated[analyzer.texts | None, _flat("Text", analyzer.when_text)],
     }
     app.command(command, name=name)
 
@@ -231,7 +227,7 @@ def _analyze(
 
     if model_options.offline:  # for libraries that would ask by themselves
         os.environ["HF_HUB_OFFLINE"] = "1"
-    from interp.results import check_folder, unfinished
+    from interp.results import check_folder, few_documents, unfinished
 
     # Before the minutes are spent, not after.
     if config.resume:
@@ -249,12 +245,19 @@ def _analyze(
         raise UsageError("no model and no text is read here: leave their options out.")
     each = model_options.each() if reads_model else []
     reads_text = len(each) == 1 and getattr(config, "needs_text", True)
-    if reads_text:
-        from interp.sources import expect_source
+    source: Any = None
+    if reads_text:  # whole: what is wrong with it is told before the model takes its time
+        from interp.sources import read_source
 
-        expect_source(
-            text_options.data, text_column=text_options.text_column, split=text_options.split
+        source = read_source(
+            text_options.data,
+            text_column=text_options.text_column,
+            split=text_options.split,
+            documents=text_options.documents,
+            offline=model_options.offline,
         )
+    elif reads_model and text_options != analyzer.texts():
+        logger.info("No text is read for this: options of the text change nothing.")
     from interp.model import load_model
     from interp.text import load_text
 
@@ -274,13 +277,10 @@ def _analyze(
     if len(each) < 2:
         models = load(each[0]) if each else None
     if reads_text:
-        text = load_text(
-            model=models,
-            seed=config.seed,
-            offline=model_options.offline,
-            **{_SOURCE_NAMES.get(k, k): v for k, v in asdict(text_options).items()},
-        )
-        for notice in text.notices:
+        how = {k: v for k, v in asdict(text_options).items() if k not in _OF_SOURCE}
+        text = load_text(source, models, seed=config.seed, **how)
+        source = None  # its rows are the text's from here on
+        for notice in [*text.notices, *few_documents(len(text))]:
             logger.info(notice)
     module, function = analyzer.function.split(":")
     measure: Callable[..., Any] = getattr(importlib.import_module(module), function)
@@ -318,8 +318,6 @@ def _analyze(
         _say(f"interp: interrupted; {_on_disk(result, folder)}{_how_to_take_up(folder)}.")
         return INTERRUPTED
     if not result.complete:
-        if go_on := _how_to_take_up(folder):
-            _say(f"interp: incomplete{go_on}.")
         return INTERRUPTED
     # The measurement is saved and shown all the same; a notice says why there is no checkpoint.
     return 1 if export is not None and "export" not in result.summary else 0
@@ -362,11 +360,17 @@ def _save_and_show(result: Any, folder: Path, output: OutputOptions, logger: Any
     except Exception as error:  # numbers that cannot be saved are shown all the same
         failure = error
     _show(result, output)
-    for notice in result.notices:
+    from interp.report.words import other_notices
+
+    for notice in other_notices(result):
         logger.info(notice)
     if failure is not None:
         raise failure
-    _say(f"interp: saved in {folder} (open {folder / 'report.html'})")
+    told = f"saved in {folder} (open {folder / 'report.html'})"
+    if result.complete:
+        _say(f"interp: {told}")
+    else:  # once, and last: the tables on stdout may be out of sight
+        _say(f"interp: interrupted; what was measured is {told}{_how_to_take_up(folder)}.")
 
 
 def _on_disk(result: Any, folder: Path) -> str:
@@ -435,7 +439,8 @@ def _print(found: Any, shown: ShownOptions, tables: Callable[[], None]) -> None:
         _stdout_to_nowhere()
 
 
-_SOURCE_NAMES = {"data": "source"}
+_OF_SOURCE = ("data", "text_column", "split")
+"""Options of a text that have done their work once its source is read."""
 
 
 def _run_folder(name: str, model_name: str) -> Path:
@@ -604,7 +609,13 @@ def list_assets() -> None:
 
 @assets_app.command(name="fetch")
 def fetch_assets(*names: str) -> None:
-    """Fetch the embedded model and text now (all of them, or those named)."""
+    """Fetch the embedded model and text now (all of them, or those named).
+
+    Parameters
+    ----------
+    names
+        As interp assets list has them. Default: all.
+    """
     from interp import assets
 
     for name in names or tuple(assets.ASSETS):

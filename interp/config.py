@@ -11,17 +11,26 @@ import difflib
 import numbers
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from interp.errors import UsageError
 
 Config = TypeVar("Config")
-_RUN = Parameter(group="Run")
+HEADINGS = ("Measure", "Text", "Model", "Run", "Output")
+"""Of --help, in this order."""
+
+
+def heading(name: str, note: str = "") -> Group:
+    """One heading of --help, with a line of its own below it."""
+    return Group(name, help=note, sort_key=HEADINGS.index(name))
+
+
+_RUN = Parameter(group=heading("Run"))
 NO_MATTER = ("progress", "resume", "checkpoint_every")
 """Options that change no number."""
 
@@ -31,13 +40,29 @@ def _must(ok: bool, option: str, expected: str, value: Any) -> None:
         raise UsageError(f"--{option} must be {expected}; it is {value!r}.")
 
 
+def _must_each(
+    ok: Callable[[Any], bool], option: str, expected: str, values: tuple[Any, ...]
+) -> None:
+    """Of an option that takes several values: all are in range, and none is given twice."""
+    for value in values:
+        _must(ok(value), option, expected, value)
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise UsageError(f"--{option} {twice[0]} is given more than once; give each value once.")
+
+
 class _Options:
     """Checks every field against its type: a library call gets the same words as a command line."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
-            _must(_fits(value, hint), name.replace("_", "-"), _words(hint), value)
+            option, several = name.replace("_", "-"), get_origin(hint) is tuple
+            if several and isinstance(value, tuple):
+                part = get_args(hint)[0]
+                _must_each(lambda one, part=part: _fits(one, part), option, _words(part), value)
+            else:
+                _must(_fits(value, hint), option, _words(hint), value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -49,8 +74,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return hint is bool
     if hint is Path:
         return isinstance(value, str | Path)
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if get_origin(hint) is tuple:  # its parts are looked at one by one
+        return isinstance(value, tuple)
     return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(hint, hint))
 
 
@@ -60,7 +85,7 @@ def _words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
-        return f"a tuple of {_words(get_args(hint)[0])}"
+        return f"a tuple, each part {_words(get_args(hint)[0])}"
     words = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
     return words.get(hint, "a path")
 
@@ -70,13 +95,13 @@ class ModelOptions(_Options):
     """Which model, and where it runs."""
 
     model: str | None = None
-    """Short name, hub id, folder or .gguf file. Default: gpt2, or the embedded one."""
+    """gpt2, pythia-160m, ..., a hub id, folder or .gguf file. Default: gpt2, else smollm2-135m."""
     revision: str | None = None
     """Branch, tag or commit of a hub model (Pythia: step1000)."""
     device: str = "auto"
     """auto (cuda, then mps, then cpu), cpu, cuda, cuda:1 or mps."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and activations; statistics are float64."""
+    """Number format of weights and activations; statistics are always float64."""
     offline: bool = False
     """Never ask a model hub or the package index."""
     allow_pickle: bool = False
@@ -104,9 +129,9 @@ class ModelsOptions(ModelOptions):
     """Which models, one after another, and where they run."""
 
     model: tuple[str, ...] = ()  # type: ignore[assignment]
-    """As for every command; may be given several times (a run's checkpoints)."""
+    """Name, hub id, folder or .gguf file; may be repeated. Default: gpt2, else smollm2-135m."""
     revision: tuple[str, ...] = ()  # type: ignore[assignment]
-    """Branch, tag or commit; may be given several times (--revision step0 ...)."""
+    """Branch, tag or commit of a hub model (Pythia: step1000); may be repeated."""
 
     def named(self, name: str) -> ModelOptions:
         """The same, the model named also where it was the default."""
@@ -127,21 +152,21 @@ class TextOptions(_Options):
     """Which text, and how it becomes tokens."""
 
     data: str = "news"
-    """news, a .txt/.jsonl/.csv/.parquet file or folder, or a hub id."""
+    """news (embedded); a .txt, .jsonl, .csv or .parquet file; a folder of these; or a hub id."""
     text_column: str | None = None
-    """Column that holds the text. Default: text, or the only one possible."""
+    """Column that holds the text. Default: text, else the only one that can be."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub data set."""
     documents: int = 32
-    """Documents in the seeded sample, 1 or more."""
+    """Documents in the seeded random sample, 1 or more."""
     context: int = 64
-    """Tokens used of each document, BOS included, 2 or more."""
+    """Tokens read of each document, BOS included, 2 or more."""
     bos: Annotated[bool | None, Parameter(negative="--no-bos")] = None
     """Start documents with BOS, or not. Default: as the tokenizer does."""
     min_tokens: int = 2
-    """Skip documents of fewer tokens, 2 or more."""
+    """Skip documents of fewer tokens (BOS not counted), 2 or more."""
     windows: bool = False
-    """Use all windows of --context tokens of a document, not only the first."""
+    """Read all of a document, in windows of --context tokens, not only the first one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +183,7 @@ class ManyTextOptions(TextOptions):
     """The same, for what needs many documents."""
 
     documents: int = 1000
-    """Documents in the seeded sample, 1 or more. Shares of triggers depend on it."""
+    """Documents in the seeded random sample, 1 or more. Shares of triggers depend on it."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +191,7 @@ class JudgedTextOptions(TextOptions):
     """The same, for what is judged on these documents and trained on all others."""
 
     documents: int = 200
-    """Documents to judge on, a seeded sample, 1 or more; the others are trained on."""
+    """Documents to judge on, a seeded random sample, 1 or more; all others are trained on."""
     context: int = 128
     """Tokens of a window, BOS included, 2 or more."""
 
@@ -176,7 +201,7 @@ class DoctorOptions(ModelOptions):
     """Which model is examined, and where it runs."""
 
     model: str | None = None
-    """Short name, hub id, folder or .gguf file. Without it the installation is examined."""
+    """gpt2, pythia-160m, ..., a hub id, folder or .gguf file. Default: the installation alone."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +209,9 @@ class ShownOptions(_Options):
     """How what was found is shown."""
 
     format: Literal["table", "json"] = "table"
-    """What stdout carries: tables, or one JSON object (of a run the contents of result.json)."""
+    """What is printed: tables, or one JSON object (of a run the contents of result.json)."""
     debug: bool = False
-    """Show the traceback of an error."""
+    """Show the Python traceback of an error."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +219,11 @@ class OutputOptions(ShownOptions):
     """Where results go and how they are shown."""
 
     out: Path | None = None
-    """Run folder. Default: runs/<analyzer>-<model>-<timestamp>."""
+    """Folder for the run. Default: runs/<command>-<model>-<time>."""
     overwrite: bool = False
-    """Replace an earlier run in --out, an earlier checkpoint in --export."""
+    """Replace an earlier run in --out."""
     rows: int = 10
-    """Rows of each printed table, 0 or more."""
+    """Rows of each printed table, 0 (no tables) or more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,10 +238,10 @@ class RunOptions(_Options):
     """Options that every analyzer takes."""
 
     seed: Annotated[int, _RUN] = 0
-    """Of the sample, random orders and donors, 0 or more."""
+    """Seed of all that is random, as the sample of documents, 0 or more."""
     batch_size: Annotated[int | Literal["auto"], _RUN] = "auto"
-    """Documents per pass, 1 or more; halved where memory runs out. Changes no number."""
-    progress: Annotated[bool, Parameter(group="Run", negative="--no-progress")] = True
+    """Documents per pass, 1 or more; halved where memory runs out. Changes rounding only."""
+    progress: Annotated[bool, Parameter(group=heading("Run"), negative="--no-progress")] = True
     """Progress bars on stderr."""
     checkpoint_every: Annotated[int, _RUN] = 60
     """Seconds between saves of progress, in OUT.partial (4 GB at most), 0 or more."""
@@ -236,31 +261,31 @@ class HeadsConfig(RunOptions):
     """How sensitive the model is to removing attention heads."""
 
     prune: bool = False
-    """Remove heads cumulatively, least important first: the loss curve."""
+    """Remove more and more heads together, least important first: the pruning curve."""
     step: float = 0.1
-    """Share of heads per step of the curve, above 0, at most 1; above 0.1 is coarse."""
+    """With --prune, share of all heads per step, above 0, at most 1; above 0.1 is coarse."""
     rescore: bool = False
-    """Add an order with importance estimated again after every step."""
+    """Add an order whose importance is estimated again after each step; implies --prune."""
     unit: Literal["head", "kv"] = "head"
-    """Remove query heads, or whole KV groups."""
+    """What the curve and --export remove: query heads one by one, or whole KV groups."""
     exact: bool = False
-    """Remove every head alone and test the loss change. Slow; says how slow."""
+    """Remove each head alone and test the loss change. Slow: it says how long it takes."""
     ablation: Literal["zero", "mean", "resample"] = "zero"
-    """With --exact, replace z by zero, others' mean, or another document's."""
+    """With --exact, a head becomes zero, its mean over other documents, or another document's."""
     roles: bool = False
-    """Add where each head looks (induction, previous token, ...), against chance."""
+    """Add where each head looks (previous token, induction, ...), against an untrained model."""
     keep_one: bool = False
-    """For each layer, remove all heads but the best one. Costs what --exact does."""
+    """For each layer, remove all heads but the best one. As slow as --exact."""
     export: Path | None = None
-    """Folder for a smaller checkpoint; with --fraction, --heads or --max-loss."""
+    """Write a checkpoint without some heads (the next three say which); --overwrite replaces."""
     fraction: float | None = None
-    """With --export and --prune, cut out this share of heads, by the best order."""
+    """With --export and --prune, cut out this share of heads, by the best order; at most 1."""
     heads: str | None = None
     """With --export, cut out these heads, as 3.1,5.0 (layer.head)."""
     max_loss: float | None = None
-    """With --export and --prune, cut out heads up to this loss change, in nats."""
+    """With --export and --prune, cut out as many heads as raise the loss by this at most (nats)."""
     compensate: bool = False
-    """With --export, keep the removed heads' mean output as a bias."""
+    """With --export, put the mean output of the heads cut out into a bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -317,11 +342,11 @@ class AsymmetryConfig(RunOptions):
     """How symmetric the query-key form of every head is."""
 
     activations: bool = False
-    """Also correlate S_ij with S_ji on text."""
+    """Also correlate attention scores on text: token i asking j with j asking i."""
     controls: Annotated[bool, Parameter(negative="--no-controls")] = True
-    """With --activations, also re-paired heads, K := Q, no offset means."""
+    """With --activations, also controls: re-paired heads, keys set to queries, no offset means."""
     symmetrise: bool = False
-    """Also make scores symmetric and test the loss change. Slow; says how slow."""
+    """Also make scores symmetric on text and test the loss change. Slow: it says how long."""
 
     @property
     def needs_text(self) -> bool:
@@ -334,23 +359,23 @@ class FfnKeysConfig(RunOptions):
     """What the keys of the FFN answer to, and what their values say."""
 
     layer: tuple[int | Literal["all"], ...] = ()
-    """A layer; may be given several times; or all. Default: a tenth, half and nine tenths deep."""
+    """A layer, counted from 0, or all; may be repeated. Default: 10%, 50% and 90% of the depth."""
     key: tuple[int, ...] = ()
-    """Only this key of the layers; may be given several times. Default: all keys."""
+    """Only this key of each layer, counted from 0; may be repeated. Default: all keys."""
     top: int = 25
-    """Documents with the largest coefficient to keep per key, 1 or more."""
+    """Triggers per key: documents with its largest coefficients, 1 or more."""
     sign: Literal["positive", "both"] = "positive"
-    """With both, also the documents with the most negative coefficients."""
+    """Triggers with the largest coefficients only, or both these and the most negative ones."""
     prompt: str | None = None
-    """Which keys say --target after this, over all layers. Alone, no text is read."""
+    """Which keys of all layers raise or lower --target after this text? Alone, no data is read."""
     target: str | None = None
-    """The token that comes next, with its leading space: " Paris"."""
+    """With --prompt, the next token to ask for, with its leading space: " Paris"."""
     mutation_keys: int = 100
-    """Keys per layer whose triggers lose a token, 0 or more."""
+    """Sampled keys per layer whose triggers are run again with one token dropped, 0 or more."""
     mixture_positions: int | Literal["auto"] = "auto"
-    """Positions to see keys mix at; auto: 1000, for more than 4 layers 256."""
+    """Positions where keys that make one output are counted. auto: 1000; beyond 4 layers 256."""
     sample_documents: int | Literal["auto"] = "auto"
-    """Documents that both of these run on; auto: 200, for more than 4 layers 64."""
+    """Documents for --mutation-keys and --mixture-positions. auto: 200; beyond 4 layers 64."""
 
     @property
     def needs_text(self) -> bool:
@@ -367,13 +392,10 @@ class FfnKeysConfig(RunOptions):
             value = getattr(self, name)
             ok = value == "auto" or int(value) >= least
             _must(ok, name.replace("_", "-"), f"{least} or more, or auto", value)
-        for name, values in (("layer", self.layer), ("key", self.key)):
-            numbers_ = [v for v in values if v != "all"]
-            _must(all(v >= 0 for v in numbers_), name, "0 or more", values)
-            _must(len(set(values)) == len(values), name, "given once each", values)
-        _must(
-            "all" not in self.layer or len(self.layer) == 1, "layer", "numbers or all", self.layer
-        )
+        _must_each(lambda v: v == "all" or v >= 0, "layer", "0 or more, or all", self.layer)
+        _must_each(lambda v: v >= 0, "key", "0 or more", self.key)
+        if "all" in self.layer and len(self.layer) > 1:
+            raise UsageError("--layer all is every layer: leave out the others.")
 
 
 @dataclass(frozen=True)
@@ -381,7 +403,7 @@ class FewTextOptions(TextOptions):
     """The same, for what runs the model many times."""
 
     documents: int = 16
-    """Documents whose losses are compared, 1 or more."""
+    """Documents whose losses are compared, a seeded random sample, 1 or more."""
 
 
 @dataclass(frozen=True)
@@ -389,9 +411,9 @@ class QkvConfig(RunOptions):
     """What Q, K, V and O are each worth."""
 
     fit_documents: int = 128
-    """Further documents that means and moments are of, 1 or more."""
+    """Further documents, beside --documents, to take means and fits from, 1 or more."""
     each: Literal["mean", "all", "none"] = "mean"
-    """What is also done to one layer at a time; all is slow."""
+    """Which changes are also made one layer at a time: the mean in place, all (slow), none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -403,39 +425,39 @@ class SuperpositionConfig(RunOptions):
     """A sparse autoencoder (SAE) on the MLP's output, trained, judged and read."""
 
     layer: int | None = None
-    """Layer whose MLP output is taken apart. Default: the middle one."""
+    """Layer whose MLP output is taken apart, counted from 0. Default: the middle one."""
     width: tuple[int, ...] = ()
-    """Features per dimension; may be given several times, the first is read. Default: 8."""
+    """SAE features per dimension of the model; may be repeated, the first is read. Default: 8."""
     k: int = 32
-    """Features active per position (topk, batchtopk), 1 or more."""
+    """Features active at one position (topk, batchtopk), 1 or more."""
     arch: Literal["topk", "batchtopk", "jumprelu", "standard", "gated"] = "topk"
     """Kind of SAE: topk, batchtopk, jumprelu, standard (L1) or gated."""
     sparsity: float | None = None
-    """Weight of the penalty (jumprelu, standard, gated). Default: 1; short runs need more."""
+    """Weight of the sparsity penalty (jumprelu, standard, gated). Default: 1; short runs: more."""
     train_tokens: int = 120_000
-    """Positions to train on. A short run by default: real ones need 1e8 or more."""
+    """Positions to train on, 1 or more. The default is a demonstration: real SAEs need 1e8."""
     train_batch: int = 512
     """Positions per training step, 1 or more."""
     lr: float = 1e-3
     """Adam's learning rate, above 0."""
     seeds: int = 1
-    """SAEs of the first width, trained from as many seeds, 1 or more."""
+    """Train the SAE (the first width) from so many seeds and compare their features, 1 or more."""
     sae: str | None = None
-    """A saved SAE instead of training: a folder, or RELEASE/ID of SAELens' registry."""
+    """Judge a saved SAE, train none: a folder, or RELEASE/ID of SAELens' registry."""
     null_model: bool = False
-    """Also train on the model with each weight matrix's entries permuted."""
+    """Also train an SAE on the model with the entries of each weight matrix permuted."""
     loss_documents: int = 24
-    """Documents (of those judged) to splice reconstructions in for the loss, 0 or more."""
+    """Judged documents to measure the loss on with the SAE's output in place, 0 or more."""
     top: int = 10
     """Contexts to keep per feature, each of another document, 1 or more."""
     activations_cache: Path | None = None
-    """Folder to keep activations in, for further runs; the size is stated and capped."""
+    """Folder to keep activations in, for further runs; it says how large, and has a limit."""
     concepts: Annotated[bool, Parameter(negative="--no-concepts")] = True
-    """Score what features tell (words, shapes, topics), and what neurons are made of."""
+    """Score how well features tell words, shapes, topics, and explain neurons by features. Slow."""
     checkpoint_every: Annotated[int, _RUN] = 60
     """Seconds between saves, 0 or more, in OUT.partial: SAEs in training, and 4 GB at most."""
     toy: bool = False
-    """The toy model of superposition instead, where the truth is known; needs no model."""
+    """The toy model of superposition instead, where the truth is known; reads no model, no text."""
     toy_steps: int = 1200
     """With --toy, training steps, 10 or more."""
 
@@ -452,8 +474,7 @@ class SuperpositionConfig(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _must(self.layer is None or self.layer >= 0, "layer", "0 or more", self.layer)
-        _must(all(w >= 1 for w in self.width), "width", "1 or more", self.width)
-        _must(len(set(self.width)) == len(self.width), "width", "given once each", self.width)
+        _must_each(lambda w: w >= 1, "width", "1 or more", self.width)
         least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
         least |= {"toy_steps": 10}
         for name, low in (least | {"loss_documents": 0}).items():

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from interp import hooks, interrupts, locks, results
 from interp.config import NO_MATTER
+from interp.differences import MOST, differences
 from interp.errors import InterpError, UsageError
 from interp.model import Model
 from interp.progress import batch_rows
@@ -680,31 +681,14 @@ def expect_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Raises:
         InterpError: what differs, with what it was and what it is.
     """
-    was, own = _flat(before), _flat(now)
-    names = [n for n in {**was, **own} if was.get(n) != own.get(n)]
-    if names:
-        told = ", ".join(
-            f"{n} was {_short(was.get(n))} and is {_short(own.get(n))}" for n in names[:6]
-        )
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    found = differences(before, now)
+    if found:
+        told = "; ".join(found[:MOST])
+        more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
         raise InterpError(
-            f"The run to take up is another one: {told}{more}. Give the same options, or choose "
+            f"The run to take up is another one: {told}{more}. Ask for the same again, or choose "
             "another --out."
         )
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    out: dict[str, Any] = {}
-    for key, part in value.items():
-        out |= _flat(part, f"{name}.{key}" if name else str(key))
-    return out
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ PAGE_FILE = "report.html"
 PROGRESS = "progress"
 """Folder of what an unfinished run can be taken up from (`journal`)."""
 
+FEW = 8
+"""Documents below which a result says what intervals over them are worth."""
 ROOM = 2**26
 """Bytes of free disk below which no run is begun."""
 
@@ -117,6 +119,19 @@ def described(table: pd.DataFrame, known: Mapping[str, Column]) -> dict[str, Col
     return {str(name): known[str(name)] for name in table.columns}
 
 
+def few_documents(documents: int) -> list[str]:
+    """What to say of numbers that rest on so many documents: nothing, where they are enough."""
+    if documents >= FEW:
+        return []
+    if documents == 1:
+        return [f"One document only: no mean over documents has an interval. Take {FEW} or more."]
+    freedom = f"{documents - 1} degree{'s' * (documents > 2)} of freedom"
+    return [
+        f"Only {documents} documents: 95% intervals over them are wide and rough (Student's t, "
+        f"{freedom}), and a single document can move a mean. Take {FEW} or more."
+    ]
+
+
 def of_run(
     run: Any,
     analyzer: str,
@@ -154,7 +169,10 @@ def of_run(
         "seconds": time.perf_counter() - run.began,
         "complete": run.complete,
     }
-    return Result(**fields | more)
+    fields |= more
+    few = [] if run.text is None else few_documents(len(run.text))
+    fields["notices"] = [*fields["notices"], *few]
+    return Result(**fields)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -59,8 +59,27 @@ def read_source(
         offline: Ask nothing of the network.
 
     Raises:
-        InterpError: Nothing there, unreadable, malformed, or no column to read.
+        InterpError: Nothing there, unreadable, malformed, no column to read, or no text in it: all
+            that can be known without a tokenizer.
     """
+    read = _rows_of(source, text_column, split, documents, offline)
+    if not read.rows:
+        raise InterpError(f"{read.name} is empty: it holds no document.")
+    if not any(row and row.strip() for row in read.rows):
+        where = f" in column {read.column!r}" if read.column else ""
+        raise InterpError(
+            f"{read.name} has no usable document: all {len(read.rows)} are blank{where}."
+        )
+    return read
+
+
+def _rows_of(
+    source: str | Path | Sequence[str],
+    text_column: str | None,
+    split: str,
+    documents: int,
+    offline: bool,
+) -> Source:
     if not isinstance(source, str | Path):
         _no_columns("a list of strings", text_column)
         _no_splits("a list of strings", split)
@@ -188,12 +207,18 @@ def _read(path: Path, text_column: str | None) -> Source:
 
 def _decoded(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")  # a leading byte order mark is not text
+        text = path.read_bytes().decode("utf-8-sig")  # a leading byte order mark is not text
     except UnicodeDecodeError as error:
         raise InterpError(
             f"{path} is not UTF-8 (byte {error.start}: 0x{error.object[error.start]:02x}). "
             "Convert it, for instance with `iconv -f LATIN1 -t UTF-8`."
         ) from error
+    if text.startswith("\0") or text[1:2] == "\0":  # UTF-16 without a mark, or no text at all
+        raise InterpError(
+            f"{path} begins with NUL characters: it is no UTF-8 text. Convert it, for instance "
+            "with `iconv -f UTF-16 -t UTF-8`."
+        )
+    return text
 
 
 def _txt(path: Path, text_column: str | None) -> Source:

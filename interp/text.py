@@ -20,7 +20,7 @@ from interp.encoding import Document, make_encoder
 from interp.errors import InterpError, UsageError
 from interp.model import Model
 from interp.sampling import CHUNK, Pool, make_pool
-from interp.sources import read_source
+from interp.sources import Source, read_source
 
 PAD = 0
 """Id at padded positions: a row that every embedding has. Nothing reads what comes of it."""
@@ -315,7 +315,7 @@ def _kind(value: Any) -> str:
 
 
 def load_text(
-    source: str | Path | Sequence[str] = "news",
+    source: str | Path | Sequence[str] | Source = "news",
     model: Any = None,
     *,
     documents: int = 32,
@@ -337,7 +337,8 @@ def load_text(
 
     Args:
         source: "news", a .txt, .jsonl, .csv or .parquet file, a folder of those, a Hub data set id
-            (its first 10,000 rows are drawn from), or the documents themselves as a list.
+            (its first 10,000 rows are drawn from), or the documents themselves as a list; or what
+            `interp.sources.read_source` has read, whose options then count for nothing here.
         model: A `Model`, or any object with `.tokenizer`, `.cfg.vocab_size` and `.cfg.n_ctx`. Where
             it has `bos_token_id` or `bos_default` that are not None, they override the tokenizer's.
         documents: How many, at least 1.
@@ -373,21 +374,21 @@ def load_text(
             f"use {model.cfg.n_ctx} or fewer."
         )
     encoder = make_encoder(model, bos, context=context, min_tokens=min_tokens, windows=windows)
-    read = read_source(
-        source, text_column=text_column, split=split, documents=documents, offline=offline
-    )
+    read = source
+    if not isinstance(read, Source):
+        read = read_source(
+            read, text_column=text_column, split=split, documents=documents, offline=offline
+        )
     pool = make_pool(read, encoder, seed)
     drawn, place, unusable = pool.take(0, documents)
     if not drawn:
-        if not read.rows:
-            raise InterpError(f"{read.name} is empty: it holds no document.")
         raise InterpError(
             f"{read.name} has no usable document: of {len(read.rows)}, {pool.blank} are blank, "
             f"{pool.duplicates} repeat another and {unusable} have fewer than {min_tokens} tokens "
             "or only special ones."
         )
     wanted = documents
-    if not isinstance(source, str | Path):  # a list of fewer documents than the default is no news
+    if not isinstance(source, str | Path | Source):  # a list shorter than the default is no news
         wanted = min(documents, len(read.rows))
         if place < len(pool.candidates):
             pool.notices.append(

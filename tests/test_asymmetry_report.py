@@ -68,7 +68,7 @@ def test_it_fits_80_columns_and_says_what_was_measured(full, bare):
         assert max(map(len, printed(result).splitlines())) <= 80
     words = " ".join(printed(full).split())
     assert "Claim tested" in words and "All heads symmetrised at once, on text" in words
-    assert "repeated random tokens" in words and "shared keys" in words
+    assert "repeated random tokens" in words and "whole layers (sum over heads)" in words
     words = " ".join(printed(bare).split())
     assert "Claim tested" not in words and "symmetrised" not in words
     assert not re.search(r"\bnan\b|None", printed(full) + printed(bare))

@@ -200,6 +200,151 @@ def test_failures_are_told_in_a_line_or_two(heads, change, words):
         assert err.splitlines()[-1].startswith("interp: ")
 
 
+WRONG_DATA = {  # name -> (contents, options, what is said)
+    "empty.txt": (b"", [], "is empty"),
+    "blank.txt": (b"\n \n\n\t\n", [], "is empty"),
+    "latin1.txt": (b"caf\xe9", [], "not UTF-8"),
+    "utf16.txt": ("a lamp".encode("utf-16-le"), [], "begins with NUL characters"),
+    "broken.jsonl": (b'{"text": "a lamp"}\n{"text": ', [], "line 2: not valid JSON"),
+    "list.jsonl": (b"[1, 2]\n", [], "expected a JSON object"),
+    "number.jsonl": (b'{"text": 3}\n', [], "holds no text"),
+    "blank.jsonl": (b'{"text": " "}\n{"text": null}\n', [], "all 2 are blank in column 'text'"),
+    "two.csv": (b"a,b\nx,y\n", [], "which one holds the documents is unclear"),
+    "column.csv": (b"text,n\na lamp,1\n", ["--text-column", "txt"], "Did you mean 'text'"),
+    "numbers.csv": (b"a,b\n1,2\n", [], "has no column 'text'"),
+    "quote.csv": (b'text\n"a lamp\n', [], "malformed CSV"),
+    "tabs.csv": (b"text\tn\na lamp\t1\n", [], "seems separated"),
+    "broken.parquet": (b"PAR1 and nothing else", [], "not a readable parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_DATA)
+def test_wrong_data_is_told_before_the_model_loads(heads, monkeypatch, name):
+    from interp import model
+
+    monkeypatch.setattr(model, "load_model", lambda *_a, **_k: pytest.fail("the model loads"))
+    contents, more, words = WRONG_DATA[name]
+    Path(name).write_bytes(contents)
+    status, out, err = heads(*more, data=name)
+    assert (status, out) == (1, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+    os.mkdir("folder")  # and of a folder of several, whichever of them it is
+    Path("folder", "a.jsonl").write_text('{"text": "a lamp"}\n')
+    Path("folder", name).write_bytes(contents)
+    if words in ("is empty", "all 2 are blank in column 'text'"):
+        return  # the other file is enough
+    assert words in heads(*more, data="folder")[2]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["heads"], ["asymmetry", "--activations"], ["ffn-keys"], ["qkv"], ["superposition"]],
+    ids=lambda words: words[0],
+)
+def test_wrong_data_is_told_before_the_model_loads_by_every_command(
+    where, capsys, monkeypatch, command
+):
+    from interp import model
+
+    monkeypatch.setattr(model, "load_model", lambda *_a, **_k: pytest.fail("the model loads"))
+    Path("two.csv").write_text("a,b\nx,y\n")
+    assert run(*command, "--model", where[0], "--data", "two.csv") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Name one with --text-column" in err
+
+
+def test_options_of_a_text_that_is_not_read_are_told(where, capsys):
+    assert run("asymmetry", "--model", where[0], "--data", "news", "--documents", "4") == 0
+    assert "No text is read for this" in capsys.readouterr().err
+    assert run("asymmetry", "--model", where[0]) == 0
+    assert "No text is read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ffn-keys", "--layer", "-1"], "--layer must be 0 or more, or all; it is -1."),
+        (
+            ["ffn-keys", "--layer", "0", "--layer", "-2"],
+            "--layer must be 0 or more, or all; it is -2.",
+        ),
+        (["ffn-keys", "--layer", "3", "--layer", "3"], "--layer 3 is given more than once;"),
+        (["ffn-keys", "--layer", "3", "--layer", "all"], "--layer all is every layer:"),
+        (["ffn-keys", "--key", "-7"], "--key must be 0 or more; it is -7."),
+        (["ffn-keys", "--key", "7", "--key", "7"], "--key 7 is given more than once;"),
+        (["superposition", "--width", "8", "--width", "0"], "--width must be 1 or more; it is 0."),
+        (["superposition", "--width", "4", "--width", "4"], "--width 4 is given more than once;"),
+        (["asymmetry", "--model", "m", "--model", "m"], "--model m is given more than once;"),
+        (
+            ["asymmetry", "--revision", "a", "--revision", "a"],
+            "--revision a is given more than once;",
+        ),
+    ],
+)
+def test_an_option_of_several_values_names_the_wrong_one(capsys, arguments, said):
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"interp: {said}")
+
+
+def test_several_values_of_a_library_call():
+    from interp.config import FfnKeysConfig, ModelsOptions
+    from interp.errors import UsageError
+
+    for make, said in (
+        (
+            lambda: FfnKeysConfig(layer=(1, "some")),
+            "--layer must be a whole number or all; it is 'some'.",
+        ),
+        (lambda: FfnKeysConfig(key=(1.5,)), "--key must be a whole number; it is 1.5."),
+        (
+            lambda: FfnKeysConfig(layer=3),
+            "--layer must be a tuple, each part a whole number or all",
+        ),
+        (lambda: ModelsOptions(model=("m", 3)), "--model must be text; it is 3."),
+    ):
+        with pytest.raises(UsageError) as caught:
+            make()
+        assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("documents", "freedom"), [("2", "1 degree of freedom"), ("7", "6 degrees")]
+)
+def test_few_documents_are_told_once(heads, documents, freedom):
+    status, out, err = heads("--documents", documents, "--out", "r")
+    assert status == 0
+    (notice,) = [n for n in load_result("r").notices if "95% intervals over them" in n]
+    assert notice.startswith(f"Only {documents} documents")
+    assert freedom in notice
+    assert (out + err).count(notice) == 1
+    assert err.index(notice) < err.index("saved in")
+
+
+def test_eight_documents_are_not_few(heads):
+    assert heads("--documents", "8", "--out", "r")[0] == 0
+    assert not [n for n in load_result("r").notices if "intervals" in n]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["asymmetry", "--activations"],
+        ["ffn-keys", "--layer", "1", "--mutation-keys", "0"],
+        ["qkv", "--each", "none", "--fit-documents", "2"],
+        ["superposition", "--width", "1", "--k", "2", "--train-tokens", "200", "--no-concepts"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_few_documents_are_told_by_every_command(where, command):
+    shown = ["--model", where[0], "--data", where[1], *fast(), "--out", "r"]
+    assert run(*command, *shown) == 0
+    assert sum("Only 4 documents" in n for n in load_result("r").notices) == 1
+
+
 def test_an_unforeseen_error(heads, monkeypatch):
     def fail(*_args, **_more):
         raise ZeroDivisionError("first\nsecond")
@@ -229,7 +374,12 @@ def test_interrupted_in_the_middle(heads, monkeypatch):
     assert status == 130
     assert "Traceback" not in err
     assert "INTERRUPTED" in out
-    assert "saved in r" in err
+    # Once on each stream: either may be all that is kept.
+    assert out.lower().count("interrupted") == 1
+    assert err.lower().count("interrupted") == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("interp: interrupted; what was measured is saved in r (open r/report")
+    assert last.endswith("; the same command with --resume --out r goes on from there.")
     result = load_result("r")
     assert not result.complete
     assert json.loads(Path("r/result.json").read_text())["complete"] is False

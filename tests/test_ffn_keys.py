@@ -569,7 +569,7 @@ def test_interrupted_runs_keep_what_was_measured(texts, monkeypatch):
         ({"layer": (3,)}, "layers 0 to 2"),
         ({"layer": (-1,)}, "0 or more"),
         ({"layer": (1, 1)}, "once"),
-        ({"layer": ("all", 1)}, "numbers or all"),
+        ({"layer": ("all", 1)}, "every layer: leave out"),
         ({"layer": 1}, "tuple"),
         ({"key": (56,)}, "keys 0 to 55"),
         ({"top": 0}, "1 or more"),

@@ -278,14 +278,19 @@ def test_last_tokens_stand_against_random_positions():
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [
-        (0.001, 0.002, "more alike"),
-        (-0.002, 0.002, "not told from chance"),
-        (-0.3, -0.1, "less alike"),
+        (0.001, 0.002, "the triggers' texts have more in common"),
+        (-0.002, 0.002, "not told from 0"),
+        (-0.3, -0.1, "the triggers' texts have less in common"),
     ],
 )
 def test_the_interval_decides_about_earlier_text(low, high, verdict):
     row = layer_row(6, earlier_gap_low=low, earlier_gap_high=high)
-    assert verdict in sentence(layers_result([row]), "Earlier text")
+    told = sentence(layers_result([row]), "texts before a key's triggers")
+    assert verdict in told
+    # What is compared with what, which way is which, and what chance gives.
+    assert "than the texts before other positions with the same last token?" in told
+    assert "the triggers' minus the others': " in told
+    assert "By chance 5% of keys lie above all draws." in told
 
 
 def test_mutation_names_each_dropped_token_and_what_unrelated_text_gives():

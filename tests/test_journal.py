@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -338,44 +339,46 @@ def test_another_run_is_refused(begun, folder, model, text, monkeypatch, tmp_pat
         message = str(caught.value)
         assert "is another one" in message
         assert all(word in message for word in words), message
+        assert not re.search("[0-9a-f]{32}", message), message
         assert sorted(file.name for file in begun.rglob("*")) == before
 
-    refused("options.seed was 0 and is 1", seed=1)
-    refused("options.ablation was zero and is mean", ablation="mean")
-    refused("options.batch_size was 2 and is 3", batch_size=3)
-    refused("analyzer was heads and is qkv", case="qkv")
+    refused("--seed was 0 and is 1", seed=1)
+    refused("--ablation was zero and is mean", ablation="mean")
+    refused("--batch-size was 2 and is 3", batch_size=3)
+    refused("command was heads and is qkv", case="qkv")
     fewer = load_text(DOCUMENTS, model, documents=3, context=20, windows=True)
-    refused("data.documents was 4 and is 3", text=fewer)
-    refused("data.sha256", text=load_text(DOCUMENTS[::-1], model, documents=4, context=20))
+    refused("number of documents was 4 and is 3", text=fewer)
+    other = load_text(DOCUMENTS[::-1], model, documents=4, context=20, windows=True)
+    refused("other text", text=other)
     # The same sample, but of a source that has another document to hold out.
     taken = {document.text for document in text.documents}
     other = [d if d in taken else d + " more" for d in DOCUMENTS]
     same = load_text(other, model, documents=4, context=20, windows=True)
     assert same.sha256 == text.sha256
-    refused("data.source_sha256", text=same)
+    refused("other documents in the data beside those of the sample", text=same)
     # The same folder, one weight of it changed a little.
     changed = load_model(folder, device="cpu")
     next(changed.bridge.original_model.parameters()).data.view(-1)[3] += 1e-3
-    refused("model.weights", model=changed)
+    refused("other weights, another configuration", model=changed)
     # Two rows changed places: every sum stays as it was.
     changed = load_model(folder, device="cpu")
     matrix = next(p for p in changed.bridge.original_model.parameters() if p.ndim == 2).data
     matrix[[4, 5]] = matrix[[5, 4]]
-    refused("model.weights", model=changed)
+    refused("other weights, another configuration", model=changed)
     # The same weights, another function of them.
     changed = load_model(folder, device="cpu")
     changed.bridge.original_model.config.layer_norm_epsilon = 0.5
-    refused("model.weights", model=changed)
+    refused("other weights, another configuration", model=changed)
     changed = load_model(folder, device="cpu")
     changed.bridge.blocks[0].hook_in.add_hook(lambda tensor, hook: tensor * 1.01)
-    refused("model.weights", model=changed)
+    refused("other weights, another configuration", model=changed)
     # The same documents, but other ones are left for what is fitted or judged on others.
     moved = dataclasses.replace(text, next=text.next + 1)
-    refused("data.next", text=moved)
+    refused("other documents to draw further ones from", text=moved)
     versions = results.environment() | {"torch": "1.0"}
     with monkeypatch.context() as patch:
         patch.setattr(results, "environment", lambda: versions)
-        refused("versions.torch was", "and is 1.0")
+        refused("another version of torch", "1.0 is")
 
 
 def test_options_that_change_no_number_may_differ(begun, model, text):

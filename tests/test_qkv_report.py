@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+from collections import namedtuple
 
 import pytest
 from rich.console import Console
@@ -85,3 +86,8 @@ def test_limits_say_where_moments_are_from(full):
     assert not any("very documents" in line for line in qkv.limits(full))
     same = dataclasses.replace(full, summary={**full.summary, "fitted_elsewhere": False})
     assert any("very documents" in line for line in qkv.limits(same))
+
+
+def test_a_rank_is_not_rounded_to_another():
+    row = namedtuple("Row", "kind target level method")("rank", "qk", 0.125, None)
+    assert qkv.words(row) == "W_Q W_K^T cut to 12.5% of d_head"

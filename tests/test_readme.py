@@ -162,7 +162,7 @@ def ran(checkpoint, tmp_path_factory):
                 words = of_tiny(name, words, checkpoint("gpt2"), texts)
             elif name == "doctor":
                 words = ["--model", str(checkpoint("gpt2"))]
-            elif not words:  # the table's `interp report` names the command alone
+            elif name == "report" and not words:  # the table names the command alone
                 words = ["runs/a"]
             line = (name, *words)
             done[line] = found[command] = done[line] if line in done else run(list(line))

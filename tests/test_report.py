@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html.parser
 import io
+import itertools
 import json
 import re
 import shutil
@@ -671,6 +672,80 @@ def test_a_long_table_says_what_it_leaves_out():
     assert "keys.parquet" in text
 
 
+def headings(page: Page, part: str) -> list[tuple[str, str]]:
+    """(id, number) of a part's numbered headings, in the page's order."""
+    out = []
+    for (tag, attributes), (link, to) in itertools.pairwise(page.tags):
+        anchor = attributes.get("id") or ""
+        if tag == "h3" and re.fullmatch(rf"{part}-\d+", anchor):
+            assert (link, to["href"]) == ("a", f"#{anchor}")  # the number, to copy
+            out.append((anchor, anchor.removeprefix(f"{part}-")))
+    return out
+
+
+def linked(page: Page) -> set[str]:
+    return {(a.get("href") or "")[1:] for tag, a in page.tags if tag == "a"}
+
+
+def ids(page: Page) -> list[str]:
+    return [str(a["id"]) for _, a in page.tags if a.get("id")]
+
+
+def test_sections_and_figures_are_numbered_and_in_the_contents():
+    page = Page(report.render([fake_heads(3, 5)]))
+    found = headings(page, "r0")
+    assert [number for _, number in found] == [str(n + 1) for n in range(len(found))]
+    assert sum(tag == "h3" for tag, _ in page.tags) == len(found)  # no heading is left out
+    lines = [line for line in page.text.splitlines() if line.startswith("1 Findings2 ")]
+    assert len(lines) == 1  # the contents, which the headings follow
+    assert lines[0].endswith(f"{len(found)} Where this comes from")
+    assert len(ids(page)) == len(set(ids(page)))
+    assert {anchor for anchor, _ in found} <= linked(page) <= set(ids(page))
+    names = re.findall(r"Figure (\d+)\. ", page.text)
+    assert names == [str(n + 1) for n in range(7)]
+
+
+def test_numbers_of_several_results_begin_with_the_results():
+    runs = [fake_heads(3, 5), fake_heads(3, 5, name="other"), fake_heads(3, 5, prune=False)]
+    page = Page(report.render(runs))
+    assert len(ids(page)) == len(set(ids(page)))
+    assert linked(page) <= set(ids(page))
+    for place, result in enumerate(runs):
+        own = headings(page, f"r{place}")
+        assert len(own) > 4
+        assert f"{place + 1}.1 Findings{place + 1}.2 " in page.text
+        assert f"{place + 1}.{len(own)} Where this comes from" in page.text
+        assert len(re.findall(rf"Figure {place + 1}\.\d+\. ", page.text)) == len(result.figures)
+    assert len(headings(page, "headlines")) == 1
+    assert "H1 heads: 3 runs side by side" in page.text
+    # Two runs of one model are told apart by their headings too.
+    assert "1 heads: gpt2 (1)" in page.text
+    assert "3 heads: gpt2 (2)" in page.text
+
+
+def test_interruption_is_said_once():
+    for own in ([], ["Interrupted: only what was measured until then is here."]):
+        result = fake_heads(3, 5, complete=False, notices=["A lamp.", *own])
+        for text in (Page(report.render([result])).text, report.markdown([result])):
+            assert text.count("Interrupted") == 1
+            assert text.count("A lamp.") == 1
+        shown = text_of(result)
+        assert shown.lower().count("interrupted") == 1
+        assert "INTERRUPTED: only what was measured until then is here." in shown
+    whole = fake_heads(3, 5, notices=["Interrupted was the first run, not this one."])
+    assert "INTERRUPTED" not in text_of(whole)
+    assert "Interrupted was the first run" in text_of(whole)
+
+
+def test_the_loss_by_tokens_is_told_where_it_is_another():
+    told = [s for s in heads_view.findings(fake_heads()) if "intact model" in s]
+    assert told[0].endswith("; 3.8871 with every token, not every document, counting once.")
+    equal = fake_heads()
+    equal.summary["baseline_loss_token_weighted"] = 3.91231
+    told = [s for s in heads_view.findings(equal) if "intact model" in s]
+    assert told[0].endswith("over 32 documents, 2,016 predicted tokens.")
+
+
 def test_a_page_tells_provenance_interruption_and_columns():
     result = fake_heads(3, 5, complete=False, seed=77, notices=["first notice"])
     text = Page(report.render([result])).text
@@ -797,6 +872,35 @@ def in_browser(text: str, folder: Path, width: int) -> dict[str, Any]:
     found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.S)
     assert found, done.stderr[-2000:]
     return json.loads(html.unescape(found[1]))
+
+
+# A window is never narrower than 500 pixels, a frame may be.
+NARROW = """
+<script>
+window.addEventListener("load", function () { setTimeout(function () {
+  var page = document.querySelector("iframe").contentDocument;
+  var seen = {wide: page.documentElement.scrollWidth - page.documentElement.clientWidth};
+  seen.charts = page.querySelectorAll(".chart").length;
+  seen.beyond = Array.from(page.querySelectorAll("figure, .scroll, .boxes, nav, aside"))
+    .filter(function (e) { return e.getBoundingClientRect().right > 400; }).length;
+  seen.figures = Array.from(page.querySelectorAll(".chart .main-svg"))
+    .filter(function (e) { return e.getBoundingClientRect().width > 400; }).length;
+  document.body.innerHTML = "";
+  document.body.appendChild(document.createElement("pre")).textContent = JSON.stringify(seen);
+}, 2500); });
+</script>
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_on_a_narrow_screen(tmp_path: Path):
+    page = html.escape(report.render([hostile_result(), fake_heads(12, 12)]))
+    frame = f'<iframe srcdoc="{page}" style="width:400px;height:800px;border:0"></iframe>'
+    seen = in_browser(f"<!doctype html><body>{frame}{NARROW}</body>", tmp_path, 1000)
+    assert seen["charts"] == 14
+    assert seen["wide"] <= 0
+    assert seen["beyond"] == seen["figures"] == 0
 
 
 @pytest.mark.browser

@@ -295,7 +295,7 @@ def test_a_published_sae_has_its_published_numbers():
         ({"layer": 9}, "layers 0 to 2"),
         ({"k": 81}, "more than the 80 features"),
         ({"k": 0}, "--k must be 1 or more"),
-        ({"width": (8, 8)}, "given once each"),
+        ({"width": (8, 8)}, "8 is given more than once"),
         ({"lr": 0.0}, "--lr must be above 0"),
         ({"arch": "relu"}, "topk or batchtopk"),
         ({"widht": (8,)}, "did you mean 'width'"),

@@ -161,21 +161,7 @@ def _layers(result: Result) -> str | None:
     found = mapping(result.summary.get("layer_symmetry"))
     if number(found.get("median")) is None:
         return None
-    text = f"Of whole layers (sum over heads), symmetry has {_quartiles(found)}"
-    heads, kv = number(result.summary.get("heads")), number(result.summary.get("kv_heads"))
-    layers = number(result.model.get("n_layers"))
-    grouped = heads and kv and layers and kv * layers < heads
-    if result.model.get("family") == "gpt_neox":
-        text += (
-            "; published tables of this number are wrong for GPT-NeoX models (they cut the fused "
-            "projection across heads and print about 0)"
-        )
-    elif grouped:
-        text += (
-            "; published tables of this number are wrong for models with shared keys (they give "
-            "query heads the wrong KV head and print about 0)"
-        )
-    return text + "."
+    return f"Of whole layers (sum over heads), symmetry has {_quartiles(found)}."
 
 
 def _null(result: Result) -> str | None:
@@ -439,8 +425,8 @@ def _weights_digest(result: Result) -> Digest | None:
     for key, words in (
         ("symmetry", "heads"),
         ("null", "re-paired heads"),
-        ("symmetry_folded", "heads, norm folded in"),
-        ("null_folded", "re-paired, norm folded in"),
+        ("symmetry_folded", "heads, folded"),
+        ("null_folded", "re-paired, folded"),
         ("layer_symmetry", "whole layers"),
     ):
         found = mapping(result.summary.get(key))
@@ -452,6 +438,9 @@ def _weights_digest(result: Result) -> Digest | None:
         title="Symmetry of A = W_Q W_K^T",
         head=("of", "median", "middle half", "middle 95%", "all"),
         rows=tuple(rows),
+        note="Folded: the norm before W_Q and W_K multiplied into them."
+        if result.summary.get("symmetry_folded")
+        else "",
     )
 
 
@@ -502,6 +491,9 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     out = [("head", labels)]
     if "checkpoint" in table.columns:
         out.append(("checkpoint", column("checkpoint", lambda value: visible(value, 16))))
+    if has(table, "loss_delta_excess"):  # the rows are in its order
+        out.append(("loss change\nover control", column("loss_delta_excess", signed)))
+        out.append(("q", column("excess_q", lambda value: unsigned(value, 3))))
     out.append(("sym-\nmetry", column("symmetry", ratio)))
     if has(table, "null_percentile"):
         out.append(("null\nper-\ncentile", column("null_percentile", lambda v: unsigned(v, 1))))
@@ -514,9 +506,6 @@ def narrow(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
         out.append(("score\ncorr.", column(name, ratio)))
         out.append(("95%\ninterval", pair(f"{name}_low", f"{name}_high", ratio)))
         out.append(("not\ncentred", column("score_correlation", ratio)))
-    if has(table, "loss_delta_excess"):
-        out.append(("loss change\nover control", column("loss_delta_excess", signed)))
-        out.append(("q", column("excess_q", lambda value: unsigned(value, 3))))
     if not has(table, name):
         if has(table, "positive_real"):
             out.append(("eigen-\nvalues\n> 0", column("positive_real", ratio)))

@@ -188,11 +188,7 @@ def _strip(result: Result) -> go.Figure:
         name="whole layer (sum over heads)",
     )
     figure.add_hline(0, line_width=1, line_color=spec.GREY)
-    figure.update_xaxes(
-        title="layer (its heads from least to most symmetric)", showgrid=False, zeroline=False
-    )
-    if len(layers) <= 40:
-        figure.update_xaxes(tickmode="linear", dtick=1)
+    spec.layer_axis(figure, layers["layer"], "layer (its heads sorted)")
     figure.update_yaxes(title="symmetry of A")
     figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0})
     parts = ["grey band: middle 95% of re-paired heads"] if null else []
@@ -280,7 +276,7 @@ def _scatter(result: Result) -> go.Figure:
     )
     figure.update_yaxes(
         title="score correlation (centred, contents)",
-        range=[min(-0.1, table[HEADLINE].min()) - 0.05, table[HEADLINE].max() + 0.05],
+        range=_with_ends(table[HEADLINE], low, high),
     )
     figure.update_layout(legend={"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0})
     return spec.finish(
@@ -289,6 +285,13 @@ def _scatter(result: Result) -> go.Figure:
         _subtitle(result, "bars: 95% interval over documents; dotted: equality", text=True),
         560,
     )
+
+
+def _with_ends(values: Any, low: Any, high: Any) -> list[float]:
+    """A range for correlations with their intervals, of which there may be none."""
+    every = np.concatenate([np.asarray(part, dtype=float) for part in (values, low, high)])
+    least, most = float(np.nanmin(every)), float(np.nanmax(every))
+    return [max(-1.02, min(-0.1, least) - 0.05), min(1.02, most + 0.05)]
 
 
 def _offsets(result: Result) -> go.Figure:

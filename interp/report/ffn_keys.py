@@ -230,32 +230,36 @@ def _last_token(rows: list[dict[str, Any]], _: int) -> str | None:
 
 
 def _earlier(rows: list[dict[str, Any]], _: int) -> str | None:
+    def cosine(value: Any) -> str:
+        return f"{value:+.3f}"
+
     def form(row: dict[str, Any]) -> str | None:
         gap, low, high = (number(row.get(f"earlier_gap{end}")) for end in ("", "_low", "_high"))
         if gap is None:
             return None
-        verdict = "not told from chance"
+        verdict = "not told from 0"
         if low is not None and low > 0:
-            verdict = "more alike"
+            verdict = "the triggers' texts have more in common"
         elif high is not None and high < 0:
-            verdict = "less alike"
-        text = f"{verdict}, {gap:+.3f} {interval(low, high, lambda v: f'{v:+.3f}')}"
+            verdict = "the triggers' texts have less in common"
+        text = f"{cosine(gap)} {interval(low, high, cosine)} ({verdict}"
         median = number(row.get("earlier_gap_median"))
-        text += f", median {median:+.3f}," if median is not None else ""
-        similar = number(row.get("earlier_similarity_null"))
-        text += f" above {unsigned(similar, 3)}" if similar is not None else ""
+        text += f"; median key {cosine(median)}" if median is not None else ""
+        others = number(row.get("earlier_similarity_null"))
+        text += f"; the other texts have {unsigned(others, 3)}" if others is not None else ""
         over = number(row.get("earlier_similarity_beyond"))
         if over is not None:
-            text += f" ({percent(over)} of keys)"
-        return text
+            text += f"; {percent(over)} of keys lie above all draws of other positions"
+        return text + ")"
 
     told = _of_layers(rows, form)
     if not told:
         return None
     return (
-        "Earlier text of a key's triggers, against that of other positions with the same last "
-        "token, TF-IDF cosine (in brackets: keys above all draws of such positions, by chance 5%): "
-        f"{told}."
+        "Do the texts before a key's triggers have more words in common than the texts before "
+        "other positions with the same last token? Likeness of such texts (TF-IDF cosine, from 0, "
+        "no word in common, to 1, the same words), mean over keys, the triggers' minus the "
+        f"others': {told}. By chance 5% of keys lie above all draws."
     )
 
 

@@ -278,8 +278,10 @@ def _baseline(result: Result) -> str | None:
         text += f", over {documents(result)}" if documents(result) else ""
     else:
         text += f", over the {count(summary['baseline_documents'])} documents of the curve"
-    weighted = number(summary.get("baseline_loss_token_weighted"))
-    text += f" (token-weighted {unsigned(weighted)})" if weighted is not None else ""
+    # Equal where all documents have as many tokens: then there is nothing to say of it.
+    weighted = unsigned(summary.get("baseline_loss_token_weighted"))
+    if weighted not in (DASH, unsigned(summary["baseline_loss"])):
+        text += f"; {weighted} with every token, not every document, counting once"
     return text + "."
 
 

@@ -391,13 +391,13 @@ def _add_limits(figure: go.Figure, result: Result, zoom: bool) -> None:
         height = float(limit)
         if zoom or limit == LIMITS[0]:  # at full height the two lines are one
             figure.add_hline(y=height, line={"color": spec.GREY, "dash": "dash", "width": 1})
-            figure.add_annotation(
+            figure.add_annotation(  # on the right, where the curves have left the line
                 xref="paper",
-                x=0,
+                x=1,
                 y=height,
                 text=f"{limit} nats",
                 showarrow=False,
-                xanchor="left",
+                xanchor="right",
                 yanchor="bottom",
             )
         best = best_order(result, limit)

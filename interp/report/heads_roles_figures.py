@@ -67,7 +67,7 @@ def _keep_one(result: Result) -> go.Figure:
         hoverinfo="text",
     )
     figure.add_hrect(y0=-MATERIAL, y1=MATERIAL, fillcolor=spec.GREY, opacity=0.15, line_width=0)
-    figure.update_xaxes(title="layer", dtick=1 if len(table) <= 32 else None)
+    spec.layer_axis(figure, table["layer"])
     figure.update_yaxes(title=NATS)
     figure.update_layout(legend={"orientation": "h", "y": -0.25})
     keep = result.summary.get("keep_one")

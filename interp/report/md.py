@@ -10,7 +10,7 @@ from interp.errors import InterpError
 from interp.report.compare import comparisons, names
 from interp.report.view import Digest
 from interp.report.views import view_of
-from interp.report.words import isolated, sample, visible
+from interp.report.words import interruption, isolated, other_notices, sample, visible
 from interp.results import Result
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$@&])")
@@ -42,10 +42,9 @@ def _section(name: str, result: Result) -> str:
     if view.question:
         parts.append(f"*{_text(view.question)}*")
     parts.append(_text(sample(result)))
-    notices = list(result.notices)
-    if not result.complete:
-        notices.insert(0, "INTERRUPTED: the numbers cover only what was measured before.")
-    parts.append(_list(f"Notice: {notice}" for notice in notices))
+    stopped = interruption(result)
+    notices = [*([stopped] if stopped else []), *(f"Notice: {n}" for n in other_notices(result))]
+    parts.append(_list(notices))
     parts.append(_list(view.findings(result)))
     parts += [_digest(digest, 3) for digest in view.digests(result)]
     if limits := view.limits(result):

@@ -1,8 +1,63 @@
 (function () {
   "use strict";
+  // What plotly does not do by itself on a phone: smaller letters, titles and names on several lines,
+  // no more whole numbers along an axis than there is room for. Panels side by side keep a width that
+  // can be read; the figure then scrolls in its own box.
+  var NARROW = 600, PANEL = 260, SMALL = 11, LETTER = 6, TICK = 16, BESIDE = 90, NAME = 18;
+
+  function lines(text, most) {
+    if (text.indexOf("<") >= 0) return text;
+    return text.split(" ").reduce(function (done, word) {
+      var last = done[done.length - 1];
+      if (last && (last + " " + word).length <= most) done[done.length - 1] = last + " " + word;
+      else done.push(word);
+      return done;
+    }, []).join("<br>");
+  }
+
+  function axes(layout, letter) {
+    return Object.keys(layout).filter(function (name) { return new RegExp("^" + letter + "axis\\d*$").test(name); });
+  }
+
+  function panels(layout) {
+    return new Set(axes(layout, "x").map(function (name) { return (layout[name].domain || [0])[0]; })).size;
+  }
+
+  function fit(spec, width) {
+    var layout = spec.layout;
+    layout.font = Object.assign({}, layout.font, { size: SMALL });
+    var names = new Set();
+    spec.data.forEach(function (trace) {
+      if (Array.isArray(trace.y)) trace.y.forEach(function (y) { if (typeof y === "string") names.add(y); });
+    });
+    var longest = 0;
+    if (names.size) axes(layout, "y").forEach(function (name) {
+      if (layout[name].tickmode) return;
+      layout[name].tickmode = "array";
+      layout[name].tickvals = Array.from(names);
+      layout[name].ticktext = Array.from(names, function (text) { return lines(text, NAME); });
+      layout[name].ticktext.forEach(function (text) {
+        text.split("<br>").forEach(function (line) { longest = Math.max(longest, line.length); });
+      });
+    });
+    var free = width - Math.max(BESIDE, 40 + longest * LETTER);
+    axes(layout, "x").forEach(function (name) {
+      var axis = layout[name], domain = axis.domain || [0, 1];
+      var room = free * (domain[1] - domain[0]);
+      if (axis.title && axis.title.text) axis.title.text = lines(axis.title.text, Math.floor(room / LETTER));
+      if (axis.dtick === 1 && axis.range && axis.type !== "log") {
+        axis.dtick = Math.max(1, Math.ceil(Math.abs(axis.range[1] - axis.range[0]) * TICK / room));
+      }
+    });
+  }
+
   document.querySelectorAll("script.figure").forEach(function (source) {
     var spec = JSON.parse(source.textContent);
-    Plotly.newPlot(source.dataset.for, spec.data, spec.layout, spec.config);
+    var chart = document.getElementById(source.dataset.for);
+    var columns = panels(spec.layout);
+    if (columns > 1) chart.style.minWidth = columns * PANEL + "px";
+    if (chart.clientWidth < NARROW) fit(spec, chart.clientWidth);
+    Plotly.newPlot(chart, spec.data, spec.layout, spec.config);
   });
 
   function value(row, index) {

@@ -23,15 +23,27 @@ from interp.report import browser as browsing
 from interp.report.browser import Browser, script_json
 from interp.report.compare import comparisons, names
 from interp.report.figures import figure, figure_names
+from interp.report.outline import Outline
 from interp.report.spec import CONFIG
 from interp.report.strips import token_tables
 from interp.report.view import Digest, View, ranked
 from interp.report.views import view_of
-from interp.report.words import DASH, count, model_name, number, plain, sample, visible
+from interp.report.words import (
+    DASH,
+    count,
+    interruption,
+    model_name,
+    number,
+    other_notices,
+    plain,
+    sample,
+    visible,
+)
 from interp.results import Column, Result
 
 ROWS = 1500  # of one table; more would make the page slow
 NOTEBOOK_ROWS = 10
+NO_TEXT = "no documents were read"
 _LONG = 300  # characters of one cell
 _NOTICES = 50
 _MEANINGS = ("column", "unit", "meaning")
@@ -55,7 +67,10 @@ def render(results: Sequence[Result]) -> str:
         raise InterpError("a report needs at least one result.")
     titles = names(results)
     title = titles[0] if len(results) == 1 else f"{len(results)} results"
-    sections = [_section(result, f"r{i}", len(results)) for i, result in enumerate(results)]
+    sections = [
+        _section(result, f"r{i}", titles[i] if len(results) > 1 else None, len(results), i + 1)
+        for i, result in enumerate(results)
+    ]
     if len(results) > 1:
         sections.insert(0, _headlines(results, titles))
     contents = ""
@@ -139,41 +154,49 @@ def _headlines(results: Sequence[Result], titles: Sequence[str]) -> str:
         for i, (title, result) in enumerate(zip(titles, results, strict=True))
         if (found := view_of(result).findings(result))
     ]
+    outline = Outline("headlines", "H")
     parts = ['<section id="headlines"><h2>Headlines</h2>']
     if told:
-        parts.append(f'<div class="findings"><ul>{"".join(told)}</ul></div>')
-    parts += [_digest(digest) for digest in comparisons(results)]
+        parts.append(f"<ul>{''.join(told)}</ul>")
+    parts += [_digest(digest, outline) for digest in comparisons(results)]
     return "\n".join([*parts, "</section>\n"])
 
 
-def _section(result: Result, anchor: str, results: int) -> str:
+def _section(result: Result, anchor: str, title: str | None, results: int, place: int) -> str:
+    """One result; with a title where the page has several, whose place it then has."""
     view = view_of(result)
-    heading = (
-        "" if results == 1 else f"<h2>{_text(result.analyzer)}: {_text(model_name(result))}</h2>"
-    )
-    parts = [f'<section id="{anchor}">', heading]
+    outline = Outline(anchor, f"{place}." if title else "")
+    parts = [f'<section id="{anchor}">', f"<h2>{place} {_text(title)}</h2>" if title else ""]
     if view.question:
         parts.append(f'<p class="question">{_text(view.question)}</p>')
-    parts.append(f'<p class="sample">{_text(sample(result))}{_incomplete(result)}</p>')
+    parts.append(f'<p class="sample">{_text(sample(result) or NO_TEXT)}{_incomplete(result)}</p>')
     parts.append(_notices(result))
+    body: list[str] = []
     findings = view.findings(result)
     if findings:
-        parts.append(f'<h3>Findings</h3><div class="findings">{_list(findings)}</div>')
-    parts += [_digest(digest) for digest in view.digests(result) if digest.page]
-    for name in figure_names(result):
-        parts.append(_figure(figure(result, name), f"{anchor}-{name}"))
+        body.append(outline.heading("Findings"))
+        body.append(f'<div class="findings">{_list(findings)}</div>')
+    body += [_digest(digest, outline) for digest in view.digests(result) if digest.page]
+    drawn = figure_names(result)
+    if drawn:
+        body.append(outline.heading("Figures"))
+    for name in drawn:
+        body.append(_figure(figure(result, name), f"{anchor}-{name}", outline.figure()))
     limits = view.limits(result)
     if limits:
-        parts.append(f"<h3>What these numbers are, and are not</h3>{_list(limits)}")
+        body.append(outline.heading("What these numbers are, and are not") + _list(limits))
     browser = view.browser if view.browser and view.browser.available(result) else None
     if browser is not None:
-        parts.append(_browser(browser, result, f"{anchor}-browser", browsing.BYTES // results))
+        shown = _browser(browser, result, f"{anchor}-browser", browsing.BYTES // results)
+        body.append(outline.heading(_text(browser.title)) + shown)
     covered = (browser.table, browser.examples) if browser else ()
     for name, table in result.tables.items():
         if name not in covered:
-            parts.append(_full_table(result, view, name, table))
-    parts.append(_provenance(result))
-    parts.append("</section>\n")
+            heading = outline.heading(f"Table {_text(name)}")
+            body.append(heading + _full_table(result, view, name, table))
+    body.append(_summary(result, outline))
+    body.append(outline.heading("Where this comes from") + _provenance(result))
+    parts += [outline.contents(), *body, "</section>\n"]
     return "\n".join(part for part in parts if part)
 
 
@@ -183,26 +206,23 @@ def _list(sentences: Iterable[str]) -> str:
 
 
 def _notices(result: Result) -> str:
-    notices = list(result.notices[:_NOTICES])
-    if len(result.notices) > _NOTICES:
-        notices.append(f"{len(result.notices) - _NOTICES} more notices are in result.json.")
-    if not result.complete:
-        notices.insert(
-            0, "The run was interrupted: the numbers cover only what was measured before."
-        )
+    stopped, others = interruption(result), other_notices(result)
+    notices = [*([stopped] if stopped else []), *others[:_NOTICES]]
+    if len(others) > _NOTICES:
+        notices.append(f"{len(others) - _NOTICES} more notices are in result.json.")
     if not notices:
         return ""
     items = "".join(f"<li>{_text(notice, 1000)}</li>" for notice in notices)
     return f'<aside class="notices" aria-label="Notices"><h3>Notices</h3><ul>{items}</ul></aside>'
 
 
-def _figure(drawn: go.Figure, anchor: str) -> str:
+def _figure(drawn: go.Figure, anchor: str, label: str) -> str:
     """The caption is HTML, since plotly's titles do not wrap on a phone."""
     meta = drawn.layout.meta or {}
     title, subtitle = str(meta.get("title", "")), str(meta.get("subtitle", ""))
     drawn.update_layout(
         title=None,
-        margin={"t": 30},
+        margin={"t": 50 if drawn.layout.annotations else 30},  # of panels their titles
         dragmode=False,  # else a finger on the figure cannot scroll the page
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
@@ -210,21 +230,22 @@ def _figure(drawn: go.Figure, anchor: str) -> str:
     data = script_json({**json.loads(drawn.to_json() or "{}"), "config": CONFIG})
     height = int(drawn.layout.height or 450)
     return (
-        f"<figure><figcaption><strong>{_text(title)}</strong><br>"
+        f"<figure><figcaption><strong>{label}. {_text(title)}</strong><br>"
         f"<span>{_text(subtitle)}</span></figcaption>"
-        f'<div class="chart" id="{anchor}" role="img" aria-label="{html.escape(visible(title))}" '
-        f'style="min-height:{height}px"></div>'
+        f'<div class="plot"><div class="chart" id="{anchor}" role="img" '
+        f'aria-label="{html.escape(visible(title))}" style="min-height:{height}px"></div></div>'
         f'<script type="application/json" class="figure" data-for="{anchor}">{data}</script>'
         "</figure>"
     )
 
 
-def _digest(digest: Digest) -> str:
+def _digest(digest: Digest, outline: Outline) -> str:
     head = "".join(f'<th scope="col">{_text(item)}</th>' for item in digest.head)
     rows = "".join(_row(row[0], *(_text(item) for item in row[1:])) for row in digest.rows)
     note = f'<p class="note">{_text(digest.note)}</p>' if digest.note else ""
     return (
-        f'<h3>{_text(digest.title)}</h3><div class="scroll short" role="region" tabindex="0" '
+        f"{outline.heading(_text(digest.title))}"
+        '<div class="scroll short" role="region" tabindex="0" '
         f'aria-label="{html.escape(visible(digest.title))}"><table class="digest">'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
@@ -256,7 +277,6 @@ def _full_table(result: Result, view: View, name: str, table: pd.DataFrame) -> s
         )
     described = _meanings(result.columns[name], table)
     return (
-        f"<h3>Table {_text(name)}</h3>"
         f'<p class="note">{_text(note)}</p>'
         f'<p class="search"><label>Search <input type="search" autocomplete="off"></label> '
         '<span role="status"></span></p>'
@@ -286,7 +306,6 @@ def _browser(browser: Browser, result: Result, anchor: str, limit: int) -> str:
         for name in (browser.table, browser.examples)
     ]
     return (
-        f"<h3>{_text(browser.title)}</h3>"
         f'<p class="note">{_text(packed.note)}</p>'
         f'<div class="browser" id="{anchor}">'
         '<p class="search"><label>Search <input type="search" autocomplete="off"></label> '
@@ -360,13 +379,17 @@ def _provenance(result: Result) -> str:
         for title, values in groups.items()
         if values
     )
-    summary = ""
-    if result.summary:
-        rows = "".join(
-            _row(key, _value(value), _meaning(result, key)) for key, value in result.summary.items()
-        )
-        summary = _details("All numbers of the summary", rows, ("key", "value", "meaning"))
-    return f"{summary}<h3>Where this comes from</h3>{command}<div class='boxes'>{boxes}</div>"
+    return f"{command}<div class='boxes'>{boxes}</div>"
+
+
+def _summary(result: Result, outline: Outline) -> str:
+    if not result.summary:
+        return ""
+    rows = "".join(
+        _row(key, _value(value), _meaning(result, key)) for key, value in result.summary.items()
+    )
+    shown = _details("All numbers of the summary", rows, ("key", "value", "meaning"))
+    return outline.heading("Summary") + shown
 
 
 def _meaning(result: Result, key: str) -> str:

@@ -157,11 +157,16 @@ def _rank(result: Result) -> str | None:
     parts = []
     for name, levels in found.items():
         told = ", ".join(
-            f"{percent(float(level))} of d_head {effect(mapping(value))}"
+            f"{_share(level)} of d_head {effect(mapping(value))}"
             for level, value in mapping(levels).items()
         )
         parts.append(f"{PRODUCTS.get(name, name)} left with {told}")
     return f"Cut to a lower rank in all layers: {'; '.join(parts)} {NATS}."
+
+
+def _share(level: Any) -> str:
+    """A share of d_head; 12.5% is a rank of its own, and not 12%."""
+    return f"{100 * float(level):.3g}%"
 
 
 def _overlap(result: Result) -> list[str]:
@@ -226,7 +231,7 @@ def words(row: Any) -> str:
     if kind == "noise":
         return f"noise of size {level:g} on {TARGETS.get(target, target)}"
     if kind == "rank":
-        return f"{PRODUCTS.get(target, target)} cut to {percent(level)} of d_head"
+        return f"{PRODUCTS.get(target, target)} cut to {_share(level)} of d_head"
     method = METHODS.get(row.method, visible(row.method, 24))
     groups = f"{count(level)} group{'' if level == 1 else 's'}"
     return f"{SHARED.get(target, target)} shared in {groups}, {method}"
@@ -267,7 +272,7 @@ def narrow_comparisons(table: pd.DataFrame) -> list[tuple[str, list[str]]]:
     """Columns for 80 characters: V against K against Q."""
     rows: Any = list(table.itertuples(index=False))
     return [
-        ("compared", [f"{row.first} - {row.second}".upper() for row in rows]),
+        ("means in\nplace of", [f"{row.first} - {row.second}".upper() for row in rows]),
         ("layer", [count(row.layer) if number(row.layer) is not None else "all" for row in rows]),
         (
             f"difference\n({NATS})",

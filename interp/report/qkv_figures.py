@@ -38,6 +38,10 @@ def _bars(table: Any) -> dict[str, Any]:
     return spec.bars(table["loss_delta"], *ends, thickness=1, width=3)
 
 
+BESIDE = 0.1
+"""Layers between what stands side by side at one of them."""
+
+
 def _line(table: Any, x: Any, name: str, target: str, **line: Any) -> go.Scatter:
     return go.Scatter(
         x=x,
@@ -60,12 +64,13 @@ def _layers(result: Result) -> go.Figure:
     table: Any = result.tables["interventions"]
     table = table[table["layer"].notna() & (table["kind"] == "mean")]
     figure = go.Figure()
-    for target, name in TARGETS.items():
+    for i, (target, name) in enumerate(TARGETS.items()):
         rows = table[table["target"] == target]
-        if len(rows):
-            figure.add_trace(_line(rows, rows["layer"].astype(int), name, target))
+        if len(rows):  # beside each other, so that no bar hides another
+            beside = BESIDE * (i - (len(TARGETS) - 1) / 2)
+            figure.add_trace(_line(rows, rows["layer"].astype(float) + beside, name, target))
     _zero(figure)
-    figure.update_xaxes(title="layer changed (one at a time)", showgrid=False)
+    spec.layer_axis(figure, table["layer"], "layer changed (one at a time)")
     figure.update_yaxes(title=f"loss change ({NATS})")
     figure.update_layout(legend=_LEGEND)
     title = "What each costs, layer by layer, when its mean takes its place"
@@ -182,7 +187,7 @@ def _overlap(result: Result) -> go.Figure:
             row=1,
             col=column,
         )
-    figure.update_xaxes(title="layer", showgrid=False)
+    spec.layer_axis(figure, table["layer"], labels=16)
     figure.update_yaxes(title="directions shared (projection kernel)", rangemode="tozero", col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
     figure.update_layout(legend=_LEGEND)

@@ -72,6 +72,20 @@ def grid_axes(figure: go.Figure, layers: int, heads: int) -> None:
     )
 
 
+def layer_axis(figure: go.Figure, layers: Any, title: str = "layer", labels: int = 40) -> None:
+    """An x axis of layers: room for what stands beside the ends, and every layer named where they
+    are fewer than `labels`.
+    """
+    last = float(max(layers))
+    figure.update_xaxes(
+        title=title,
+        showgrid=False,
+        zeroline=False,
+        range=[-0.7, last + 0.7],
+        **({"tickmode": "linear", "dtick": 1} if last < labels else {}),
+    )
+
+
 def finish(figure: go.Figure, title: str, subtitle: str, height: int) -> go.Figure:
     """Title, sample and margins. `title` and `subtitle` are plain text and are escaped here.
 

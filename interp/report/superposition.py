@@ -129,7 +129,7 @@ def _error(result: Result) -> str | None:
     return (
         "An error as long at every position, in a random direction, costs "
         f"{with_ends(s, 'error_delta', signed)} nats (KL {with_ends(row, 'kl', unsigned)}): "
-        f"{verdict} the SAE's own, {with_ends(s, 'error_excess', signed)}."
+        f"{verdict} the SAE's own, a difference of {with_ends(s, 'error_excess', signed)}."
     )
 
 

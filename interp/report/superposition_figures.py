@@ -123,7 +123,7 @@ def _density(result: Result) -> go.Figure:
             )
     n = float(result.summary.get("tokens") or 1)
     figure.update_xaxes(
-        title="density: share of positions where a feature fires",
+        title="density (share of positions)",
         type="log",
         range=[np.log10(0.5 / n), 0],
         dtick=1,

@@ -15,7 +15,18 @@ from rich.text import Text
 
 from interp.report.view import Digest, View, ranked
 from interp.report.views import view_of
-from interp.report.words import DASH, count, isolated, model_name, plain, sample, visible
+from interp.report.words import (
+    DASH,
+    INTERRUPTED,
+    count,
+    interruption,
+    isolated,
+    model_name,
+    other_notices,
+    plain,
+    sample,
+    visible,
+)
 from interp.results import Column, Result
 
 _STYLES = {"material": "bold red", "undecided": "dim"}
@@ -40,12 +51,9 @@ def print_result(
         part for part in (result.analyzer, isolated(model_name(result)), sample(result)) if part
     )
     say(out, title, style="bold")
-    if not result.complete:
-        say(
-            out,
-            "INTERRUPTED: the numbers cover only what was measured before.",
-            style="bold yellow",
-        )
+    if stopped := interruption(result):
+        told = stopped.replace(INTERRUPTED, INTERRUPTED.upper(), 1)
+        say(out, isolated(visible(told, 1000)), style="bold yellow")
     digests = view.digests(result)
     for name, table in result.tables.items():
         if rows > 0 and not (digests and name in view.quiet):
@@ -55,9 +63,10 @@ def print_result(
             _print_digest(out, digest)
     for finding in view.findings(result):
         bullet(out, finding)
-    if notices and result.notices:
+    others = other_notices(result)
+    if notices and others:
         say(out, "Notices", style="bold yellow")
-        for notice in result.notices:
+        for notice in others:
             bullet(out, isolated(visible(notice, 1000)))
 
 

@@ -21,6 +21,8 @@ from interp.results import Result
 
 NATS = "nats per token"
 MATERIAL = 0.01  # nats per token; the verdict's limit, and the stricter of the two pruning limits
+INTERRUPTED = "Interrupted"
+"""How the notice of a run begins that says where it was interrupted."""
 _HIDDEN = {"Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn"}
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 DASH = "\u2013"  # for what was not measured
@@ -148,6 +150,23 @@ def head_label(layer: Any, head: Any) -> str:
 def mapping(value: Any) -> Mapping[str, Any]:
     """The value where it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
+
+
+def interruption(result: Result) -> str:
+    """One sentence of a run that was interrupted: its own, where it has one; "" of a whole run."""
+    if result.complete:
+        return ""
+    own = " ".join(notice for notice in result.notices if _interrupted(notice))
+    return own or f"{INTERRUPTED}: only what was measured until then is here."
+
+
+def other_notices(result: Result) -> list[str]:
+    """The notices without what `interruption` says, so that it is said once."""
+    return [n for n in result.notices if result.complete or not _interrupted(n)]
+
+
+def _interrupted(notice: str) -> bool:
+    return notice.startswith(INTERRUPTED)
 
 
 def documents(result: Result) -> str:
