@@ -168,11 +168,20 @@ def _stdout_to_nowhere() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+# As cyclopts says it, with the names of Python's types.
+_UNCONVERTED = re.compile(r'Invalid value for (--[\w-]+): unable to convert "(.*)" into (.+?)\.?')
+_KINDS = {"int": "a whole number", "float": "a number", "str": "text"}
+_LITERAL = re.compile(r"Literal\[(.*)\]")
+
+
 def _usage(error: CycloptsError) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     # A range check in a config dataclass reaches us wrapped; the reason is what helps.
     if stray := re.fullmatch(r"Unused Tokens: \[(.*)\]\.?", text):
         text = f"unexpected {stray[1]}: everything is given by name, as --model gpt2."
+    elif wrong := _UNCONVERTED.fullmatch(text):
+        kinds = [_KINDS.get(kind, _LITERAL.sub(r"\1", kind)) for kind in wrong[3].split("|")]
+        text = f"{wrong[1]} must be {' or '.join(kinds)}; it is {wrong[2]!r}."
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InterpError):

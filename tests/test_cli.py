@@ -290,6 +290,21 @@ def test_an_option_of_several_values_names_the_wrong_one(capsys, arguments, said
     assert err.startswith(f"interp: {said}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ffn-keys", "--layer", "2nd"], "--layer must be a whole number or all; it is '2nd'."),
+        (["ffn-keys", "--key", "x"], "--key must be a whole number; it is 'x'."),
+        (["superposition", "--width", "wide"], "--width must be a whole number; it is 'wide'."),
+        (["heads", "--step", "some"], "--step must be a number; it is 'some'."),
+        (["heads", "--batch-size", "many"], "--batch-size must be a whole number or auto; it is"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_in_words(capsys, arguments, said):
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err.startswith(f"interp: {said}")
+
+
 def test_several_values_of_a_library_call():
     from interp.config import FfnKeysConfig, ModelsOptions
     from interp.errors import UsageError
