@@ -13,15 +13,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 # Threads that spin while they wait slow a busy machine several times; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token, convert
 
 from interp import __version__, interrupts
 from interp.config import (
@@ -49,6 +49,19 @@ def _default(value: Any) -> str | None:
     return None if value in (None, ()) or isinstance(value, bool) else str(value)
 
 
+def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
+    """As cyclopts has it, but for decimals where whole numbers are asked for: it rounds them."""
+    kinds = {part for one in (kind, *get_args(kind)) for part in (one, *get_args(one))}
+    for token in tokens if int in kinds and float not in kinds else ():
+        if "." in token.value:
+            with contextlib.suppress(ValueError):
+                if not float(token.value).is_integer():
+                    raise UsageError(
+                        f"{token.keyword} must be a whole number; it is {token.value!r}."
+                    )
+    return convert(kind, tokens)
+
+
 app = App(
     name="interp",
     help="Measure what a Transformer block does. Each command answers one question.",
@@ -56,7 +69,7 @@ app = App(
     help_format="plaintext",
     result_action="return_value",
     suppress_keyboard_interrupt=False,
-    default_parameter=Parameter(negative=(), show_default=_default),
+    default_parameter=Parameter(negative=(), show_default=_default, converter=_converted),
 )
 assets_app = App(name="assets", help="The embedded model and text: list them, or fetch them.")
 app.command(assets_app)

@@ -294,6 +294,8 @@ def test_an_option_of_several_values_names_the_wrong_one(capsys, arguments, said
     ("arguments", "said"),
     [
         (["ffn-keys", "--layer", "2nd"], "--layer must be a whole number or all; it is '2nd'."),
+        (["heads", "--documents", "2.5"], "--documents must be a whole number; it is '2.5'."),
+        (["ffn-keys", "--layer", "2.5"], "--layer must be a whole number; it is '2.5'."),
         (["ffn-keys", "--key", "x"], "--key must be a whole number; it is 'x'."),
         (["superposition", "--width", "wide"], "--width must be a whole number; it is 'wide'."),
         (["heads", "--step", "some"], "--step must be a number; it is 'some'."),
