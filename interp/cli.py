@@ -37,6 +37,7 @@ from interp.errors import InterpError, UsageError
 from interp.registry import ANALYZERS, Analyzer
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + the signal's number, as shells have it
+HELP = {"--help", "-h"}
 ONE_SIGNAL_SECONDS = 1.0  # SIGTERMs this close are one: `timeout` sends it to process and group
 
 
@@ -136,7 +137,11 @@ def _run(arguments: list[str]) -> int:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        status = int(app(arguments, exit_on_error=False, print_error=False) or 0)
+        if arguments and arguments[0] in ANALYZERS and HELP & set(arguments):
+            app.help_print(arguments[:1])  # parsing them first would take as long again
+            status = 0
+        else:
+            status = int(app(arguments, exit_on_error=False, print_error=False) or 0)
         sys.stdout.flush()
         return status
     except CycloptsError as error:

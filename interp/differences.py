@@ -89,6 +89,8 @@ def _words(name: str, before: Any, now: Any) -> str:
     if part == "versions":
         what = f"version of {rest}" if rest != "platform" else "machine or operating system"
         return f"another {what} ({was} was, {own} is)" if readable else f"another {what}"
+    if part == "sae":
+        return "another autoencoder where --sae says"
     if last in _WORDS and (part == "data" or not readable):
         return _WORDS[last]
     label = _label(part, rest)

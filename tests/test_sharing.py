@@ -181,10 +181,10 @@ def test_no_room_is_told_before_the_model_loads(checkpoint, tmp_path, monkeypatc
 
 def test_torch_is_told_apart(monkeypatch):
     """What counts as out of memory: torch's own error, and its words on other devices."""
-    from interp.journal import _out_of_memory
+    from interp.journal import out_of_memory
 
-    assert _out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert _out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB)"))
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB)"))
     told = "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"
-    assert _out_of_memory(RuntimeError(told))
-    assert not _out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert out_of_memory(RuntimeError(told))
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
