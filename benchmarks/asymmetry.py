@@ -138,7 +138,7 @@ def on_text(name: str, context: int, options: Options) -> Row:
 
     with model.measuring():
         bare()
-        for _ in range(options.reps or 5):
+        for _ in range(options.reps or 3):
             _, plain = timed(bare, model.device)
             _, own = timed(
                 lambda: ontext.measure(model, text, forms, size, controls=False), model.device

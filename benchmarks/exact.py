@@ -49,12 +49,12 @@ class Case:
 
 
 CASES = [
-    Case(f"{SMOLLM2}, 128 tokens", SMOLLM2, 128, False, 3, 1.5),
-    Case(f"{SMOLLM2}, 128 tokens, with KL", SMOLLM2, 128, True, 3, 1.5),
-    Case(f"{SMOLLM2}, 512 tokens", SMOLLM2, 512, False, 2, None),
-    Case(f"{GPT2}, 128 tokens", GPT2, 128, False, 3, 1.4),
-    Case(f"{GPT2}, 128 tokens, with KL", GPT2, 128, True, 3, 1.4),
-    Case(f"{GPT2}, 512 tokens", GPT2, 512, False, 2, None),
+    Case(f"{SMOLLM2}, 128 tokens", SMOLLM2, 128, False, 2, 1.5),
+    Case(f"{SMOLLM2}, 128 tokens, with KL", SMOLLM2, 128, True, 2, 1.5),
+    Case(f"{SMOLLM2}, 512 tokens", SMOLLM2, 512, False, 1, None),
+    Case(f"{GPT2}, 128 tokens", GPT2, 128, False, 2, 1.4),
+    Case(f"{GPT2}, 128 tokens, with KL", GPT2, 128, True, 2, 1.4),
+    Case(f"{GPT2}, 512 tokens", GPT2, 512, False, 1, None),
     Case(f"{PYTHIA}, 128 tokens", PYTHIA, 128, False, 2, None),
 ]
 
@@ -251,7 +251,8 @@ class Ways:
         """KL(clean || this) at predicted positions."""
         reference = self.clean.reference
         assert reference is not None
-        cross = torch.einsum("tv,tv->t", reference.probabilities[at], logp)
+        # Not einsum, which adds up one after another: 3e-4 nats off over 49,152 words.
+        cross = (reference.probabilities[at] * logp).sum(-1)
         return reference.negative_entropy[at] - cross
 
     def per_document(self, values: torch.Tensor) -> np.ndarray:

@@ -113,7 +113,7 @@ def pass_over(
 
     find(model, text, layers, size)
     ratios, cpu, own = [], [], ZERO
-    for _ in range(options.reps or 4):
+    for _ in range(options.reps or 3):
         _, plain = timed(bare, model.device)
         _, own = timed(lambda: find(model, text, layers, size), model.device)
         ratios.append(own.wall / plain.wall)
@@ -157,7 +157,7 @@ def against_cache(model: Model, text: Text, size: int, options: Options) -> Row:
     """How many times faster, for one layer."""
     layer = LAYERS[1]
     ratios, cpu, gap = [], [], 0.0
-    for _ in range(options.reps or 3):
+    for _ in range(options.reps or 2):
         other, slow = timed(lambda: theirs(model, text, layer, size), model.device)
         found, own = timed(lambda: find(model, text, [layer], size), model.device)
         mine = found[layer].top[1].compute().values
@@ -176,7 +176,7 @@ def layer_by_layer(model: Model, text: Text, size: int, options: Options) -> Row
     n = model.cfg.n_layers
     layers = list(range(APART // 2, n, APART))
     ratios, cpu = [], []
-    for _ in range(options.reps or 2):
+    for _ in range(options.reps or 1):
         slow = ZERO
         for layer in layers:
             one = functools.partial(theirs, model, text, layer, size, layer + 1)
@@ -200,7 +200,7 @@ def memory(options: Options) -> list[Row]:
     few, many, other = [], [], []
     with TemporaryDirectory() as temporary:
         folder = save_gpt2(Path(temporary) / "small", **SHAPE)
-        for _ in range(options.reps or 3):
+        for _ in range(options.reps or 2):
             few.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[0])))
             many.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[1])))
             other.append(peak_of("benchmarks.ffn_keys", "cache", str(folder), str(COUNTS[1])))

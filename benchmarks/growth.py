@@ -23,15 +23,15 @@ from benchmarks.common import Options, Row, forget_peak, random_documents, save_
 
 BASE = {"documents": 16, "context": 64, "layers": 4, "heads": 4}
 SIZES = {
-    "documents": (16, 64, 256),
-    "context": (32, 128, 512),
-    "layers": (2, 4, 8, 16),
-    "heads": (2, 4, 8, 16),
+    "documents": (16, 48, 144),
+    "context": (32, 96, 288),
+    "layers": (2, 4, 8),
+    "heads": (2, 4, 8),
 }
 JOBS = ("importance", "exact", "ffn-keys", "asymmetry")
 WITHOUT_TEXT = ("asymmetry",)
 WIDTH, VOCABULARY = 128, 2048
-REPS = 3
+REPS = 2
 
 
 def run(options: Options) -> list[Row]:

@@ -22,7 +22,7 @@ from interp.text import Text
 
 CONTEXT = 64
 AT_MOST = 1.1
-REPS = 4
+REPS = 3
 SMOLLM2 = "smollm2-135m"
 
 

@@ -131,7 +131,7 @@ def train(model: Model, options: Options) -> Row:
     fresh = text.held_out(JUDGED) if text.next < len(text.pool.order) else text
     ratios, cpu, last = [], [], Time(0, 0)
     found: dict[str, Any] = {}
-    for _ in range(options.reps or 3):
+    for _ in range(options.reps or 2):
         found["SAELens"], slow = timed(lambda: theirs(model, text), model.device)
         found["interp"], last = timed(lambda: ours(model, text), model.device)
         ratios.append(slow.wall / last.wall)
@@ -224,7 +224,7 @@ def judge(case: str, model: Model, layer: int, options: Options) -> Row:
     with quiet():
         store = runner(model, text, layer).activations_store
     ratios, cpu, gap, last = [], [], 0.0, Time(0, 0)
-    for _ in range(options.reps or 3):
+    for _ in range(options.reps or 2):
         other, slow = timed(lambda: evaluated(model, text, sae, store), model.device)
         own, last = timed(lambda: judged(model, text, sae, layer), model.device)
         gap = max(gap, *(abs(own[name] - other[name]) for name in own))
@@ -233,7 +233,9 @@ def judge(case: str, model: Model, layer: int, options: Options) -> Row:
     note = (
         f"{case}: {len(text)} documents of {CONTEXT} tokens, {last.wall:.1f} s with interp. The "
         "difference is of explained variance and L0; the losses are means over other tokens "
-        "(run_evals leaves out what BOS predicts, and its KL counts the last position)."
+        "(run_evals leaves out what BOS predicts, and its KL counts the last position). run_evals "
+        "makes three passes and one up to the layer; interp one, two from the layer on and one up "
+        "to it: the later the layer, the less."
     )
     target = AT_LEAST_JUDGE
     name = "run_evals / interp"
@@ -246,7 +248,7 @@ def judge(case: str, model: Model, layer: int, options: Options) -> Row:
 def memory(options: Options) -> Row:
     """Peaks of fresh processes that train."""
     peaks: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for _ in range(options.reps or 2):
+    for _ in range(options.reps or 1):
         for which, found in peaks.items():
             found.append(peak_of("benchmarks.sae", which))
     ratios = [own / other for own, other in zip(peaks["ours"], peaks["theirs"], strict=True)]
