@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from interp.model import Model
     from interp.text import Text
 
+SMOLLM2, GPT2, PYTHIA = "smollm2-135m", "gpt2-small shape", "pythia-160m shape"
+"""Names of the models, in the rows of all benchmarks."""
 AGREEMENT = 1e-5
 """Nats per token. Where two ways differ by more, their ratio does not count."""
 
@@ -149,7 +151,7 @@ def smollm2(device: str) -> Model:
     """The embedded real model."""
     import interp
 
-    return interp.load_model("smollm2-135m", device=device)
+    return interp.load_model(SMOLLM2, device=device)
 
 
 @contextmanager
@@ -190,7 +192,7 @@ def save_pythia(folder: Path) -> Path:
     return _save(folder, GPTNeoXForCausalLM, config, 50276)
 
 
-SHAPES = {"gpt2-small shape": save_gpt2, "pythia-160m shape": save_pythia}
+SHAPES = {GPT2: save_gpt2, PYTHIA: save_pythia}
 
 
 def _save(folder: Path, kind: Any, config: Any, last: int) -> Path:

@@ -26,13 +26,24 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.common import ZERO, Options, Row, Time, full_text, random_model, smollm2, timed
+from benchmarks.common import (
+    GPT2,
+    PYTHIA,
+    SMOLLM2,
+    ZERO,
+    Options,
+    Row,
+    Time,
+    full_text,
+    random_model,
+    smollm2,
+    timed,
+)
 from interp import splice
 from interp.analyzers.heads import measure
 from interp.model import Model
 from interp.text import Text, TokenBatch
 
-SMOLLM2, GPT2, PYTHIA = "smollm2-135m", "gpt2-small shape", "pythia-160m shape"
 FLOOR = 1.15
 APART = 5, 3
 """Layers from one that is timed to the next, in models of 24 layers or more and of fewer."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.common import SHAPES, Options, Row, full_text, random_model, smollm2, timed
+from benchmarks.common import SHAPES, SMOLLM2, Options, Row, full_text, random_model, smollm2, timed
 from interp.analyzers.heads import importance
 from interp.model import Model
 from interp.text import Text
@@ -23,7 +23,6 @@ from interp.text import Text
 CONTEXT = 64
 AT_MOST = 1.1
 REPS = 3
-SMOLLM2 = "smollm2-135m"
 
 
 def run(options: Options) -> list[Row]:

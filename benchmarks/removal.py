@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Options, Row, save_gpt2, smollm2
+from benchmarks.common import GPT2, SMOLLM2, Options, Row, save_gpt2, smollm2
 from interp import pruned, pruning
 from interp.analyzers.heads import export, speed
 
-GPT2, SMOLLM2 = "gpt2-small shape", "smollm2-135m"
 CONTEXT = 512
 
 

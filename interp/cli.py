@@ -362,11 +362,10 @@ def _refuse_unfinished(out: Path) -> None:
 
 def _progress(folder: Path) -> bool:
     """Whether a run that did not end has left something to be taken up."""
-    from interp.results import PROGRESS, partial_of
+    from interp.results import has_progress, partial_of
 
     folder = folder.expanduser()
-    places = (partial_of(folder), folder)
-    return any(any((place / PROGRESS).glob("*.safetensors")) for place in places)
+    return has_progress(partial_of(folder)) or has_progress(folder)
 
 
 def _how_to_take_up(folder: Path) -> str:

@@ -256,7 +256,7 @@ class Journal:
 
     def _load(self) -> None:
         assert self.folder is not None
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in sorted(self.folder.glob(results.PROGRESS_FILES)):
             self._bytes[file.name] = file.stat().st_size
             if not file.stem.isdigit():
                 continue
@@ -544,10 +544,9 @@ def _opened(
             lying.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locks.exclusive(lying / LOCK_FILE, wait=False))
             known = read_json(lying / RUN_FILE) if config.resume else None
-            found = next(_progress(lying), None) is not None
             if known is not None:  # refused before anything is moved
                 expect_same(known, what)
-            elif found:
+            elif results.has_progress(lying.parent):
                 raise InterpError(_not_ours(lying.parent, config.resume))
             if config.resume:
                 results.reopen(target)
@@ -579,11 +578,6 @@ def _not_ours(folder: Path, resume: bool) -> str:
     )
 
 
-def _progress(folder: Path) -> Iterator[Path]:
-    """The files that a run has saved its progress in."""
-    return folder.glob("*.safetensors")
-
-
 def discard(out: str | os.PathLike[str]) -> None:
     """Throw away what an unfinished run has left in `<out>.partial` to be taken up.
 
@@ -595,7 +589,7 @@ def discard(out: str | os.PathLike[str]) -> None:
     if not folder.is_dir():
         return
     with _told(partial), locks.exclusive(folder / LOCK_FILE, wait=False):
-        for file in _progress(folder):
+        for file in folder.glob(results.PROGRESS_FILES):
             file.unlink()
 
 

@@ -43,6 +43,7 @@ RESULT_FILE = "result.json"
 TENSOR_FILE = "tensors.safetensors"
 PAGE_FILE = "report.html"
 PROGRESS = "progress"
+PROGRESS_FILES = "*.safetensors"
 """Folder of what an unfinished run can be taken up from (`journal`)."""
 
 FEW = 8
@@ -452,6 +453,11 @@ def check_folder(
 def partial_of(folder: Path) -> Path:
     """Where a folder is made before it is renamed, and what an unfinished run leaves."""
     return folder.with_name(folder.name + ".partial")
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether a run has saved something in this folder of its own, to be taken up."""
+    return any((folder / PROGRESS).glob(PROGRESS_FILES))
 
 
 def unfinished(folder: str | os.PathLike[str]) -> Path:
