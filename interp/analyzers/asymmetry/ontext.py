@@ -21,7 +21,7 @@ KINDS = ("real", "centred", "content", "content_centred")
 """Scores as they are; row and column means removed; query and key at offset 0; both."""
 CONTROLS = ("offsets_removed", "content_offsets_removed", "same", "repaired")
 """Offset means removed too (real and content); keys := queries; keys of another KV head."""
-ELEMENTS = {"cpu": 2**16, "cuda": 2**26}
+ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 """Entries of score matrices worked on at once in float64."""
 LONG = 5
 """Positions per d_head from which a product is not written out: n^2 entries against n d_head."""
@@ -112,13 +112,14 @@ def of_layer(
         if len(at) < 2:
             out[rows] = 0.0  # no pairs
             continue
-        step = max(1, elements // len(at) ** 2)
+        long = turned is not None and len(at) >= least
+        step = max(1, elements // (len(at) * (pairs.BLOCK if long else len(at))))
         blocks = []
         for start in range(0, len(rows) * heads, step):
             block = range(start, min(start + step, len(rows) * heads))
             row = torch.tensor([rows[i // heads] for i in block])
             head = torch.tensor([i % heads for i in block])
-            part = _Block(a, form, turned if len(at) >= least else None, row, head, at)
+            part = _Block(a, form, turned if long else None, row, head, at)
             blocks.append(part.sums("same" in kinds))
         found = {name: pairs.joined([b[name] for b in blocks]) for name in blocks[0]}
         for i, kind in enumerate(kinds):

@@ -44,15 +44,14 @@ class Sums:
 def sums(s: Tensor) -> Sums:
     """Of score matrices [..., n, n] in float64."""
     low = s.tril(-1)
-    flat, flat_low = s.flatten(-2), low.flatten(-2)
     return Sums(
         row=s.sum(-1),
         column=s.sum(-2),
         row_low=low.sum(-1),
         column_low=low.sum(-2),
         diagonal=s.diagonal(dim1=-2, dim2=-1),
-        square=_dot(flat, flat),
-        square_low=_dot(flat_low, flat_low),
+        square=_squares(s),
+        square_low=_squares(low),
         cross=(s * s.transpose(-1, -2)).sum((-1, -2)),
     )
 
@@ -60,35 +59,39 @@ def sums(s: Tensor) -> Sums:
 def sums_of_product(q: Tensor, k: Tensor) -> Sums:
     """The same of S = q k^T, without S: q and k are [..., n, d] in float64.
 
-    The squares below the diagonal are those within blocks of positions, and between a block's
-    queries and all keys before it, of which only the sum of k k^T is needed.
+    The part below the diagonal is that within blocks of positions, and that between a block's
+    queries and the keys of the blocks before it, of which sums over positions are enough.
     """
     n = q.shape[-2]
-    before = k.cumsum(-2) - k  # of a position: the sum of the keys before it
-    after = q.sum(-2, keepdim=True) - q.cumsum(-2)
-    products = k.transpose(-1, -2) @ q
     # [..., block, position, d], zeros at the end
     q_of, k_of = (
         functional.pad(x, (0, 0, 0, -n % BLOCK)).unflatten(-2, (-1, BLOCK)) for x in (q, k)
     )
-    grams_q, grams_k = (x.transpose(-1, -2) @ x for x in (q_of, k_of))
-    earlier = grams_k.cumsum(-3) - grams_k
     within = (q_of @ k_of.transpose(-1, -2)).tril_(-1)
+    q_sum, k_sum = q_of.sum(-2), k_of.sum(-2)
+    all_q, all_k = q_sum.sum(-2), k_sum.sum(-2)
+    before, after = k_sum.cumsum(-2) - k_sum, all_q[..., None, :] - q_sum.cumsum(-2)
+    row_low = (q_of @ before[..., None])[..., 0] + within.sum(-1)
+    column_low = (k_of @ after[..., None])[..., 0] + within.sum(-2)
+    # The sum of squares of q k^T over two sets of positions is tr(q^T q k^T k).
+    grams_q, grams_k = (x.transpose(-1, -2) @ x for x in (q_of, k_of))
+    squares = grams_q.flatten(-2) @ grams_k.flatten(-2).transpose(-1, -2)  # [..., block, block]
+    products = k.transpose(-1, -2) @ q
     return Sums(
-        row=_dot(q, k.sum(-2, keepdim=True)),
-        column=_dot(k, q.sum(-2, keepdim=True)),
-        row_low=_dot(q, before),
-        column_low=_dot(k, after),
+        row=(q @ all_k[..., None])[..., 0],
+        column=(k @ all_q[..., None])[..., 0],
+        row_low=row_low.flatten(-2)[..., :n],
+        column_low=column_low.flatten(-2)[..., :n],
         diagonal=_dot(q, k),
-        square=(grams_q.sum(-3) * grams_k.sum(-3)).sum((-1, -2)),
-        square_low=_square(within) + _dot(grams_q.flatten(-3), earlier.flatten(-3)),
+        square=squares.sum((-1, -2)),
+        square_low=_squares(within, 3) + squares.tril(-1).sum((-1, -2)),
         cross=(products * products.transpose(-1, -2)).sum((-1, -2)),
     )
 
 
-def _square(x: Tensor) -> Tensor:
-    """[...] sums of squares of [..., block, i, j]."""
-    return _dot(x.flatten(-3), x.flatten(-3))
+def _squares(x: Tensor, axes: int = 2) -> Tensor:
+    """[...] sums of squares over the last axes (a product of a long row with itself is slower)."""
+    return torch.linalg.vector_norm(x.flatten(-axes), dim=-1).square()
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
@@ -173,7 +176,15 @@ def without_offsets(s: Tensor, at: Tensor) -> Tensor:
 def _by_offset(s: Tensor) -> Tensor:
     """[..., 2 n - 1] sums of [..., n, n] over cells of equal i - j, from 1 - n up."""
     n = s.shape[-1]
-    # Columns turned round and padded to 2 n, then laid out in rows of 2 n - 1: each row slides one
-    # further, and what had equal i - j stands in one column.
-    flat = functional.pad(s.flip(-1), (0, n)).flatten(-2)[..., : n * (2 * n - 1)]
-    return flat.unflatten(-1, (n, 2 * n - 1)).sum(-2)
+
+    def folded(x: Tensor) -> Tensor:
+        # Cell i, j lies at i n + j = i (n + 1) + (j - i): laid out in rows of n + 1, j - i of the
+        # upper part is the column, and so is j - i + n + 1 of the lower part.
+        flat = x.flatten(-2)
+        rows = flat[..., :-1].unflatten(-1, (n - 1, n + 1)).sum(-2)
+        rows[..., 0] += flat[..., -1]
+        return rows
+
+    low = folded(s.tril(-1))
+    up = folded(s) - low
+    return torch.cat([up[..., :n].flip(-1), low[..., 2:].flip(-1)], -1)
