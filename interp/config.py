@@ -8,16 +8,15 @@ same range. Torch-free, so that --help stays fast.
 from __future__ import annotations
 
 import difflib
-import numbers
 import re
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
 
+from interp.checked import Checked, must, must_each
 from interp.errors import UsageError
 
 Config = TypeVar("Config")
@@ -35,63 +34,8 @@ NO_MATTER = ("progress", "resume", "checkpoint_every")
 """Options that change no number."""
 
 
-def _must(ok: bool, option: str, expected: str, value: Any) -> None:
-    if not ok:
-        raise UsageError(f"--{option} must be {expected}; it is {value!r}.")
-
-
-def _must_each(
-    ok: Callable[[Any], bool], option: str, expected: str, values: tuple[Any, ...]
-) -> None:
-    """Of an option that takes several values: all are in range, and none is given twice."""
-    for value in values:
-        _must(ok(value), option, expected, value)
-    twice = [value for value in values if values.count(value) > 1]
-    if twice:
-        raise UsageError(f"--{option} {twice[0]} is given more than once; give each value once.")
-
-
-class _Options:
-    """Checks every field against its type: a library call gets the same words as a command line."""
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            option, several = name.replace("_", "-"), get_origin(hint) is tuple
-            if several and isinstance(value, tuple):
-                part = get_args(hint)[0]
-                _must_each(lambda one, part=part: _fits(one, part), option, _words(part), value)
-            else:
-                _must(_fits(value, hint), option, _words(hint), value)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if isinstance(value, bool):  # which Python counts among the integers
-        return hint is bool
-    if hint is Path:
-        return isinstance(value, str | Path)
-    if get_origin(hint) is tuple:  # its parts are looked at one by one
-        return isinstance(value, tuple)
-    return isinstance(value, {int: numbers.Integral, float: numbers.Real}.get(hint, hint))
-
-
-def _words(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_words(part) for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return f"a tuple, each part {_words(get_args(hint)[0])}"
-    words = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
-    return words.get(hint, "a path")
-
-
 @dataclass(frozen=True)
-class ModelOptions(_Options):
+class ModelOptions(Checked):
     """Which model, and where it runs."""
 
     model: str | None = None
@@ -148,7 +92,7 @@ class ModelsOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class TextOptions(_Options):
+class TextOptions(Checked):
     """Which text, and how it becomes tokens."""
 
     data: str = "news"
@@ -170,9 +114,9 @@ class TextOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.documents >= 1, "documents", "1 or more", self.documents)
-        _must(self.context >= 2, "context", "2 or more", self.context)
-        _must(self.min_tokens >= 2, "min-tokens", "2 or more", self.min_tokens)
+        must(self.documents >= 1, "documents", "1 or more", self.documents)
+        must(self.context >= 2, "context", "2 or more", self.context)
+        must(self.min_tokens >= 2, "min-tokens", "2 or more", self.min_tokens)
 
 
 _FILES = {".txt", ".json", ".html", ".csv", ".parquet", ".md", ".pdf", ".png"}
@@ -205,7 +149,7 @@ class DoctorOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class ShownOptions(_Options):
+class ShownOptions(Checked):
     """How what was found is shown."""
 
     format: Literal["table", "json"] = "table"
@@ -227,14 +171,14 @@ class OutputOptions(ShownOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.rows >= 0, "rows", "0 or more", self.rows)
+        must(self.rows >= 0, "rows", "0 or more", self.rows)
         suffix = Path(self.out or "").suffix.lower()
         expected = "a folder, for the tables and report.html of the run"
-        _must(suffix not in _FILES, "out", expected, str(self.out))
+        must(suffix not in _FILES, "out", expected, str(self.out))
 
 
 @dataclass(frozen=True)
-class RunOptions(_Options):
+class RunOptions(Checked):
     """Options that every analyzer takes."""
 
     seed: Annotated[int, _RUN] = 0
@@ -250,10 +194,10 @@ class RunOptions(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.seed >= 0, "seed", "0 or more", self.seed)
-        _must(self.checkpoint_every >= 0, "checkpoint-every", "0 or more", self.checkpoint_every)
+        must(self.seed >= 0, "seed", "0 or more", self.seed)
+        must(self.checkpoint_every >= 0, "checkpoint-every", "0 or more", self.checkpoint_every)
         ok = self.batch_size == "auto" or int(self.batch_size) >= 1
-        _must(ok, "batch-size", "1 or more, or auto", self.batch_size)
+        must(ok, "batch-size", "1 or more, or auto", self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -289,7 +233,7 @@ class HeadsConfig(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(0 < self.step <= 1, "step", "above 0 and at most 1", self.step)
+        must(0 < self.step <= 1, "step", "above 0 and at most 1", self.step)
         self._check_export()
 
     def _check_export(self) -> None:
@@ -312,11 +256,11 @@ class HeadsConfig(RunOptions):
         if self.heads is None and not (self.prune or self.rescore):
             raise UsageError(f"{given[0]} takes heads from the pruning curve: add --prune.")
         suffix = Path(self.export).suffix.lower()
-        _must(suffix not in _FILES, "export", "a folder, for a checkpoint", str(self.export))
+        must(suffix not in _FILES, "export", "a folder, for a checkpoint", str(self.export))
         if self.fraction is not None:
-            _must(0 < self.fraction <= 1, "fraction", "above 0 and at most 1", self.fraction)
+            must(0 < self.fraction <= 1, "fraction", "above 0 and at most 1", self.fraction)
         if self.max_loss is not None:
-            _must(self.max_loss > 0, "max-loss", "above 0, in nats per token", self.max_loss)
+            must(self.max_loss > 0, "max-loss", "above 0, in nats per token", self.max_loss)
         if self.heads is not None:
             head_list(self.heads)
 
@@ -384,16 +328,16 @@ class FfnKeysConfig(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.top >= 1, "top", "1 or more", self.top)
+        must(self.top >= 1, "top", "1 or more", self.top)
         both = (self.prompt is None) == (self.target is None)
-        _must(both, "target", "given with --prompt, and only then", self.target)
-        _must(self.mutation_keys >= 0, "mutation-keys", "0 or more", self.mutation_keys)
+        must(both, "target", "given with --prompt, and only then", self.target)
+        must(self.mutation_keys >= 0, "mutation-keys", "0 or more", self.mutation_keys)
         for name, least in (("mixture_positions", 0), ("sample_documents", 1)):
             value = getattr(self, name)
             ok = value == "auto" or int(value) >= least
-            _must(ok, name.replace("_", "-"), f"{least} or more, or auto", value)
-        _must_each(lambda v: v == "all" or v >= 0, "layer", "0 or more, or all", self.layer)
-        _must_each(lambda v: v >= 0, "key", "0 or more", self.key)
+            must(ok, name.replace("_", "-"), f"{least} or more, or auto", value)
+        must_each(lambda v: v == "all" or v >= 0, "layer", "0 or more, or all", self.layer)
+        must_each(lambda v: v >= 0, "key", "0 or more", self.key)
         if "all" in self.layer and len(self.layer) > 1:
             raise UsageError("--layer all is every layer: leave out the others.")
 
@@ -417,7 +361,7 @@ class QkvConfig(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.fit_documents >= 1, "fit-documents", "1 or more", self.fit_documents)
+        must(self.fit_documents >= 1, "fit-documents", "1 or more", self.fit_documents)
 
 
 @dataclass(frozen=True)
@@ -473,21 +417,21 @@ class SuperpositionConfig(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _must(self.layer is None or self.layer >= 0, "layer", "0 or more", self.layer)
-        _must_each(lambda w: w >= 1, "width", "1 or more", self.width)
+        must(self.layer is None or self.layer >= 0, "layer", "0 or more", self.layer)
+        must_each(lambda w: w >= 1, "width", "1 or more", self.width)
         least = {"k": 1, "train_tokens": 1, "train_batch": 1, "seeds": 1, "top": 1}
         least |= {"toy_steps": 10}
         for name, low in (least | {"loss_documents": 0}).items():
             value = getattr(self, name)
-            _must(value >= low, name.replace("_", "-"), f"{low} or more", value)
-        _must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)
+            must(value >= low, name.replace("_", "-"), f"{low} or more", value)
+        must(0 < self.lr < float("inf"), "lr", "above 0", self.lr)
         ok = self.sparsity is None or 0 <= self.sparsity < float("inf")
-        _must(ok, "sparsity", "0 or more", self.sparsity)
+        must(ok, "sparsity", "0 or more", self.sparsity)
         own = {f.name for f in fields(RunOptions)} - {"resume"} | {"toy", "toy_steps"}
         for field in fields(self) if self.toy else ():
             value = getattr(self, field.name)
             ok = field.name in own or value == field.default
-            _must(ok, field.name.replace("_", "-"), "left out with --toy", value)
+            must(ok, field.name.replace("_", "-"), "left out with --toy", value)
 
 
 def with_options(
