@@ -8,13 +8,11 @@ GPT-2 XL's (48 layers of 25 heads, 1600 x 64); layers are alike, so that few sta
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import torch
 
-from benchmarks.common import ZERO, Options, Row, forget_peak, full_text, smollm2, status, timed
+from benchmarks.common import ZERO, Options, Row, full_text, peak_of, smollm2, timed, used
 from interp import scores
 from interp.analyzers.asymmetry import ontext, weights
 from interp.progress import batches
@@ -98,30 +96,29 @@ def of_weights(name: str, options: Options) -> Row:
 
 
 def memory(options: Options) -> Row:
-    """Peak of a fresh process over what it held before."""
-    ratios, peaks = [], [0.0, 0.0]
+    """Peaks of fresh processes over that of one that measures next to nothing."""
+    ratios, grown = [], {"written_out": 0.0, "mine": 0.0}
+    nothing = peak_of("benchmarks.asymmetry", "nothing")
     for _ in range(options.reps or 3):
-        peaks = [child(which) for which in ("written_out", "mine")]
-        ratios.append(peaks[0] / peaks[1])
-    note = f"memory: {peaks[0]:.1f} MB with A written out, {peaks[1]:.1f} MB with interp."
+        for which in grown:
+            grown[which] = max(peak_of("benchmarks.asymmetry", which) - nothing, 0.1)
+        ratios.append(grown["written_out"] / grown["mine"])
+    note = (
+        f"memory: +{grown['written_out']:.1f} MB with A written out, +{grown['mine']:.1f} MB with "
+        f"interp, over {nothing:.0f} MB."
+    )
     return Row("memory", "A written out / interp", ratios, at_least=LESS, notes=[note])
 
 
-def child(which: str) -> float:
-    command = [sys.executable, "-m", "benchmarks.asymmetry", which]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def growth(which: str) -> float:
-    """MB that the resident set grows at most while one layer is measured (Linux)."""
+def child(which: str) -> None:
+    """The symmetry of one layer, in a process of its own."""
     w_q, w_k = layer()
-    call = {"mine": mine, "written_out": written_out}[which]
-    call(w_q[:2, :128], w_k[:2, :128], SOME)  # libraries set up their buffers
-    before = forget_peak()
-    assert before is not None, "only Linux tells"
-    call(w_q, w_k, SOME)
-    return max(status("VmHWM") - before, 0.1)
+    calls = {"mine": mine, "written_out": written_out}
+    for call in calls.values():  # libraries set up their buffers
+        call(w_q[:2, :128], w_k[:2, :128], SOME)
+    if which in calls:
+        calls[which](w_q, w_k, SOME)
+    print(used())
 
 
 def on_text(name: str, context: int, options: Options) -> Row:
@@ -150,4 +147,4 @@ def on_text(name: str, context: int, options: Options) -> Row:
 
 
 if __name__ == "__main__":
-    print(json.dumps(growth(sys.argv[1])))
+    child(sys.argv[1])

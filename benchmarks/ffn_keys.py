@@ -42,7 +42,7 @@ ONE, ALL, GROWTH = 1.1, 1.3, 1.05
 TOP = 25
 CONTEXT = 64
 LAYERS = (0, 6, 27)
-GEVA, APART = "a pass per layer", 5
+GEVA, APART = "a pass per layer", 10
 """Every fifth layer is timed: their mean depth is that of all 30."""
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_inner": 1024, "vocab_size": 1024}
 SHAPE |= {"n_positions": CONTEXT}
@@ -200,7 +200,7 @@ def memory(options: Options) -> list[Row]:
     few, many, other = [], [], []
     with TemporaryDirectory() as temporary:
         folder = save_gpt2(Path(temporary) / "small", **SHAPE)
-        for _ in range(options.reps or 2):
+        for _ in range(options.reps or 1):
             few.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[0])))
             many.append(peak_of("benchmarks.ffn_keys", "interp", str(folder), str(COUNTS[1])))
             other.append(peak_of("benchmarks.ffn_keys", "cache", str(folder), str(COUNTS[1])))

@@ -1,10 +1,10 @@
 """How time and memory grow: slopes on log axes over documents, context, layers and heads.
 
-A slope of 1 is proportional, 2 is quadratic. A small random GPT-2 and each main job; each series of
-sizes runs in a process of its own, and memory is the peak over what the process held before (Linux
-alone can tell; elsewhere there are no rows of memory). Removing every head costs (layers * heads)
-passes of about half of the layers: quadratic in layers. Heads split one width: their number changes
-the passes and not the size of one.
+A slope of 1 is proportional, 2 is quadratic. A small random GPT-2 and each main job, which runs in
+a process of its own; memory is the peak over what the process held before (Linux alone can tell;
+elsewhere there are no rows of memory), and grows until a batch is full. Removing every head costs
+(layers * heads) passes of about half of the layers: quadratic in layers. Heads split one width:
+their number changes the passes and not the size of one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Options, Row, forget_peak, random_documents, save_gpt2, status
+from interp.memory import give_back
 
 BASE = {"documents": 16, "context": 64, "layers": 4, "heads": 4}
 SIZES = {
@@ -37,23 +38,34 @@ REPS = 2
 def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     for job in JOBS:
-        for over, sizes in SIZES.items():
-            if job in WITHOUT_TEXT and over in ("documents", "context"):
-                continue
-            case = f"{job}, over {over}"
-            if options.wants(case):
-                rows += series(case, job, over, sizes, options)
+        over = {
+            name: sizes
+            for name, sizes in SIZES.items()
+            if options.wants(case_of(job, name))
+            and not (job in WITHOUT_TEXT and name in ("documents", "context"))
+        }
+        if over:
+            rows += of_job(job, over, options)
     return rows
 
 
-def series(case: str, job: str, over: str, sizes: tuple[int, ...], options: Options) -> list[Row]:
-    """Slopes of one job over one size."""
-    asked = json.dumps([job, over, sizes, options.reps or REPS, options.device])
+def case_of(job: str, over: str) -> str:
+    return f"{job}, over {over}"
+
+
+def of_job(job: str, over: dict[str, tuple[int, ...]], options: Options) -> list[Row]:
+    """Slopes of one job over some sizes."""
+    asked = json.dumps([job, over, options.reps or REPS, options.device])
     command = [sys.executable, "-m", "benchmarks.growth", asked]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{case} failed: {done.stderr[-800:]}")
+        raise RuntimeError(f"{job} failed: {done.stderr[-800:]}")
     found = json.loads(done.stdout.splitlines()[-1])
+    return [row for n, s in over.items() for row in series(case_of(job, n), s, found[n])]
+
+
+def series(case: str, sizes: tuple[int, ...], found: dict[str, Any]) -> list[Row]:
+    """Slopes over one size."""
     seconds = np.array(found["seconds"])  # [rep, size]
     each = ", ".join(f"{s:.2f} s at {n}" for n, s in zip(sizes, seconds.min(0), strict=True))
     note = f"{case}: {each}"
@@ -76,7 +88,11 @@ def slope(sizes: tuple[int, ...], values: np.ndarray) -> float:
 # In its own process -------------------------------------------------------------------------------
 
 
-def child(job: str, over: str, sizes: list[int], reps: int, device: str) -> dict[str, Any]:
+def child(job: str, over: dict[str, list[int]], reps: int, device: str) -> dict[str, Any]:
+    return {name: measured(job, name, sizes, reps, device) for name, sizes in over.items()}
+
+
+def measured(job: str, over: str, sizes: list[int], reps: int, device: str) -> dict[str, Any]:
     calls = [prepared(job, {**BASE, over: size}, device) for size in sizes]
     seconds: list[list[float]] = []
     megabytes: list[list[float]] = []
@@ -85,6 +101,7 @@ def child(job: str, over: str, sizes: list[int], reps: int, device: str) -> dict
     for _ in range(reps):
         row, peaks = [], []
         for call in calls:
+            give_back()
             before = forget_peak()
             began = time.perf_counter()
             call()

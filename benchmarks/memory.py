@@ -17,7 +17,7 @@ from benchmarks.common import Options, Row, peak_of, random_documents, save_gpt2
 AT_MOST = 1.05
 REPS = 1
 WORDS = 64
-SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 16384, "n_positions": 64}
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 8192, "n_positions": 64}
 CASES = {
     "heads --prune": {"prune": True, "step": 0.5},
     "heads --exact": {"exact": True},

@@ -21,7 +21,7 @@ KINDS = ("real", "centred", "content", "content_centred")
 """Scores as they are; row and column means removed; query and key at offset 0; both."""
 CONTROLS = ("offsets_removed", "content_offsets_removed", "same", "repaired")
 """Offset means removed too (real and content); keys := queries; keys of another KV head."""
-ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
+ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 """Entries of score matrices worked on at once in float64."""
 LONG = 5
 """Positions per d_head from which a product is not written out: n^2 entries against n d_head."""
