@@ -45,6 +45,7 @@ def executed(name: str, folder: str | os.PathLike[str]) -> nbformat.NotebookNode
         timeout=SECONDS,
         kernel_name="python3",
         record_timing=False,
+        coalesce_streams=True,  # what a cell prints may come in two messages on a busy machine
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env={**os.environ, **ENVIRONMENT})
