@@ -172,11 +172,13 @@ def _run(arguments: list[str]) -> int:
 def _help(command: list[str]) -> int:
     import gc
 
+    enabled = gc.isenabled()
     gc.disable()  # a tenth of the time, for what ends at once
     try:
         app.help_print(command)  # parsing the options first would take as long again
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
     return 0
 
 

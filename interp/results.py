@@ -43,8 +43,9 @@ RESULT_FILE = "result.json"
 TENSOR_FILE = "tensors.safetensors"
 PAGE_FILE = "report.html"
 PROGRESS = "progress"
-PROGRESS_FILES = "*.safetensors"
 """Folder of what an unfinished run can be taken up from (`journal`)."""
+PROGRESS_FILES = "*.safetensors"
+"""What is saved in it."""
 
 FEW = 8
 """Documents below which a result says what intervals over them are worth."""
