@@ -11,24 +11,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from interp import checkpoint, dequantise, names, probe, pruning
+from interp import checkpoint, dequantise, kernels, names, probe, pruning
 from interp.errors import InterpError
 from interp.hub import code_digests
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Activation classes of transformers that torch has as one kernel; GPT-2's takes longer than a
-# matmul when it is written out (0.19 s against 0.12 s for 512 tokens of GPT-2 small's MLP).
-SAME_FUNCTION = {
-    "NewGELUActivation": partial(torch.nn.functional.gelu, approximate="tanh"),
-}
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,8 @@ class Model:
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
     logits_are_unembedded: bool = True
+    # Fused attention gives the same logits and z: measured when the model was loaded.
+    fuses: bool = False
     # A run from the middle gives the clean losses: measured by splice.usable when first needed.
     splices: bool | None = None
     _scratch: torch.Tensor | None = field(default=None, repr=False)
@@ -121,24 +117,27 @@ class Model:
         return self.bridge.get_hook_point(name)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measuring(self, *, fused: bool = True) -> Iterator[None]:
         """Eval mode, no gradients to parameters, no autograd; all as before afterwards.
 
-        Activations that transformers writes out step by step run as torch's kernel of the same
-        function (SAME_FUNCTION; they differ by float32 rounding, about 2e-7).
+        What is written out step by step runs as torch's kernel of the same function (`kernels`):
+        activations, and attention where nothing inside it is hooked. They differ by rounding.
 
         Holds also after an exception or Ctrl-C. Inside, `torch.enable_grad()` gives gradients
         with respect to activations, even when the caller is in `torch.no_grad()` or
         `torch.inference_mode()`.
+
+        Args:
+            fused: False leaves attention to the bridge, whether or not it is hooked.
         """
         module = self.bridge.original_model
         training = [(m, m.training) for m in {*module.modules(), *self.bridge.modules()}]
         wanted = [(p, p.requires_grad) for p in module.parameters()]
-        slow = [m for m in module.modules() if type(m).__name__ in SAME_FUNCTION]
         with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
             try:
-                for part in slow:
-                    stack.enter_context(replaced_forward(part, SAME_FUNCTION[type(part).__name__]))
+                stack.enter_context(kernels.fast_activations(module))
+                if fused and self.fuses:
+                    stack.enter_context(kernels.fused_attention(self.bridge))
                 for part, _ in training:
                     part.training = False
                 for parameter, _ in wanted:
@@ -158,24 +157,6 @@ class Model:
             batch: has `.tokens` and `.attention_mask`, both [batch, pos], on the model's device.
         """
         return self.bridge(batch.tokens, attention_mask=batch.attention_mask, use_cache=False)
-
-
-@contextlib.contextmanager
-def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run another forward for the duration of the block.
-
-    Written to the instance's dict, because plain attribute assignment on a bridge component is
-    passed on to the module that it wraps, and would stay there.
-    """
-    before = module.__dict__.get("forward")
-    object.__setattr__(module, "forward", forward)
-    try:
-        yield
-    finally:
-        if before is None:
-            module.__dict__.pop("forward", None)
-        else:
-            object.__setattr__(module, "forward", before)
 
 
 def pick_device(device: str) -> torch.device:
@@ -367,6 +348,7 @@ def _bridge(
         bos_token_id=text.get("bos_token_id", found.bos_token_id),
         bos_default=text.get("bos_default", found.bos_default),
         logits_are_unembedded=measured.logits_are_unembedded,
+        fuses=kernels.can_fuse(hf_model, device) and probe.same_fused(bridge, plain, ids, mask),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from interp import kernels
 from interp.errors import CheckError, InterpError
 
 LENGTH = 12
@@ -138,6 +139,38 @@ def measure(
     )
 
 
+def same_fused(bridge: Any, plain: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether fused attention gives plain transformers' logits, and every z that the bridge shows.
+
+    Args:
+        bridge: the bridged model.
+        plain: [2, pos, vocab], from `plain_logits`.
+        ids: [2, pos], from `tokens`.
+        mask: [2, pos], from `tokens`.
+    """
+    dtype = next(bridge.original_model.parameters()).dtype
+    tolerance, real = TOLERANCE.get(dtype, COARSE), mask.bool()
+
+    def run() -> list[torch.Tensor]:
+        z: dict[int, torch.Tensor] = {}
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for i in range(len(bridge.blocks)):
+                _at_point(stack, bridge, i, "hook_z", _into(z, i))
+            logits = bridge(ids, attention_mask=mask, use_cache=False)
+        return [x[real].float() for x in (logits, *z.values())]
+
+    try:
+        written_out = run()
+        with kernels.fused_attention(bridge):
+            fused = run()
+    except Exception:  # whatever it is, the bridge's own way is there
+        return False
+    pairs = [(fused[0], plain[real]), *zip(fused, written_out, strict=False)]
+    return len(fused) == len(written_out) and all(
+        float((a - b).abs().max()) <= tolerance * float(b.abs().max()) for a, b in pairs
+    )
+
+
 def _one_shape(bridge: Any, seen: _Seen, name: str) -> tuple[int, int] | None:
     """(heads, d_head) of z, the same in every layer that has attention; None without attention."""
     with_attention = [i for i, b in enumerate(bridge.blocks) if _child(b, "attn") is not None]
@@ -215,13 +248,6 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
                 handle = module.register_forward_hook(lambda _m, _i, output: hook(output))
                 stack.callback(handle.remove)
 
-        def at_point(i: int, name: str, hook: Callable[[Any], Any]) -> None:
-            # Only hooks attached in TransformerLens' own way see heads as an axis of their own.
-            point = bridge.get_hook_point(f"blocks.{i}.attn.{name}")
-            if point is not None:
-                point.add_hook(lambda tensor, hook, function=hook: function(tensor))
-                stack.callback(_remove, point, point.fwd_hooks[-1])
-
         def on_input(module: Any, hook: Callable[[Any], None]) -> None:
             if module is not None:
                 handle = module.register_forward_pre_hook(
@@ -240,8 +266,8 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
         for i, block in enumerate(bridge.blocks):
             attn, mlp = _child(block, "attn"), _child(block, "mlp")
             if attn is not None:
-                at_point(i, "hook_z", keep_z(i))
-                at_point(i, "hook_k", _into(seen.k, i))
+                _at_point(stack, bridge, i, "hook_z", keep_z(i))
+                _at_point(stack, bridge, i, "hook_k", _into(seen.k, i))
                 on_output(attn, _into(seen.attn_out, i))
             # Some families' MLP is no module of its own: the first and last projection are.
             on_input(_child(mlp, "in") or mlp, _into(seen.mlp_in, i))
@@ -252,6 +278,16 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
 
         on_output(bridge.unembed, keep_unembedded)
         yield
+
+
+def _at_point(
+    stack: contextlib.ExitStack, bridge: Any, i: int, name: str, hook: Callable[[Any], Any]
+) -> None:
+    # Only hooks attached in TransformerLens' own way see heads as an axis of their own.
+    point = bridge.get_hook_point(f"blocks.{i}.attn.{name}")
+    if point is not None:
+        point.add_hook(lambda tensor, hook, function=hook: function(tensor))
+        stack.callback(_remove, point, point.fwd_hooks[-1])
 
 
 def _into(store: dict[int, torch.Tensor], layer: int) -> Callable[[Any], None]:

@@ -26,7 +26,8 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from interp import hooks
 from interp.errors import InterpError
-from interp.model import Model, replaced_forward
+from interp.kernels import replaced_forward
+from interp.model import Model
 from interp.text import Text, TokenBatch
 
 # Logits of one chunk, in bytes: large enough for full matmul speed, small beside the model.

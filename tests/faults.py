@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from interp import encoding, hooks, interventions, scores, splice, text
+from interp import encoding, hooks, interventions, kernels, scores, splice, text
 from interp.analyzers.heads.standins import Donors
 from interp.model import Model
 from tests import tiny
@@ -136,6 +136,20 @@ def mask_off(model: Model, patch: Any) -> None:
         return attn_scores
 
     force(block(model).attn, "_apply_reconstruct_attention_mask", masked)
+
+
+def another_scale(model: Model, patch: Any) -> None:
+    made = kernels._as_fused
+
+    @contextlib.contextmanager
+    def other(original: Any, projection: Any, o: Any) -> Any:
+        before = original.scaling
+        original.scaling = before * 1.01
+        with made(original, projection, o):
+            yield
+        original.scaling = before
+
+    patch.setattr(kernels, "_as_fused", other)
 
 
 def scaled_z(model: Model, patch: Any) -> None:
@@ -577,6 +591,7 @@ FAULTS: dict[str, Fault] = {
         "batching", ALL, forward(lambda x: x + x.mean(0, keepdim=True)), False
     ),
     "capture that writes": Fault("capture", ALL, writing_capture),
+    "a fused kernel of another scale": Fault("fused attention", ALL, another_scale, only=True),
     "replaced at every position": Fault("empty interventions", ALL, replaced_anywhere),
     "hooks that stay": Fault("hooks leave", ALL, kept_hooks, False),
     "hooks that stay after an error": Fault("hooks leave", ALL, kept_after_errors),

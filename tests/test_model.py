@@ -614,7 +614,7 @@ def test_loaded_within_inference_mode(checkpoint):
 def test_faster_activations_are_the_same_functions():
     from transformers.activations import ACT2FN
 
-    from interp.model import SAME_FUNCTION
+    from interp.kernels import SAME_FUNCTION
 
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-6, 60.0, -60.0])])
     written_out = ACT2FN["gelu_new"]

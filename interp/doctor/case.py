@@ -68,9 +68,13 @@ class Case:
 
     @contextlib.contextmanager
     def examined(self) -> Iterator[None]:
-        """Eval mode, no gradients; hooks that were on the model before are told by `left_on`."""
+        """Eval mode, no gradients; hooks that were on the model before are told by `left_on`.
+
+        Attention is the bridge's throughout, hooked or not, so that what is hooked can be compared
+        bit for bit; what runs fused has a check of its own.
+        """
         self.left_on = hooks.left_on(self.model)
-        with self.model.measuring():
+        with self.model.measuring(fused=False):
             yield
 
     # What the model reads -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp import hooks, interventions, scores, splice
+from interp import hooks, interventions, kernels, scores, splice
 from interp.analyzers.asymmetry import ontext
 from interp.analyzers.ffn_keys import coefficients
 from interp.analyzers.ffn_keys.triggers import LayerTriggers
@@ -94,6 +95,28 @@ def capture(case: Case) -> Measured:
     _, seen = case.captured
     gaps = (seen - case.clean)[case.batch.mask].abs()
     return Measured(float(gaps.max()), note=f"{len(case.places)} sites")
+
+
+def fused(case: Case) -> Measured:
+    """Logits, and every head's z, where attention runs as one kernel and where it is written out.
+
+    Losses and their changes are measured with the former wherever no score is read.
+    """
+    model = case.model
+    if not model.cfg.n_heads:
+        raise NotApplicableError("this model has no attention")
+    if not model.fuses:
+        raise NotApplicableError("the attention of this model is always written out")
+    z: dict[int, Tensor] = {}
+    layers, mask = range(model.cfg.n_layers), case.batch.mask
+    keep = [("z", i, functools.partial(z.__setitem__, i)) for i in layers]
+    with kernels.fused_attention(model.bridge), hooks.attached(model, keep):
+        seen = model.forward(case.batch)
+    worst = Largest()
+    for i in layers:
+        worst.add(gap(wide(z[i][mask]), case.real("z", i)), f"z of layer {i}")
+    worst.add(gap(wide(seen[mask]), wide(case.clean[mask])), "the logits")
+    return worst.measured(case.run_tolerance, "no layers")
 
 
 def do_nothing(case: Case) -> Measured:
@@ -368,6 +391,12 @@ CHECKS = (
     Check("padding", "relative", "padding moves no logit", padding),
     Check("batching", "relative", "other rows of a batch move no logit", batching),
     Check("capture", "absolute", "reading all sites moves no logit", capture),
+    Check(
+        "fused attention",
+        "relative",
+        "one kernel gives the logits and head outputs of attention written out",
+        fused,
+    ),
     Check("empty interventions", "relative", "changing nothing moves no logit", do_nothing),
     Check("hooks leave", "count", "no hook stays, also after an error", hooks_leave),
     Check("zeroing a head", "relative", "zeroing z is zeroing its rows of W_O", zeroing),
