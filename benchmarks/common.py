@@ -140,6 +140,15 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, Time]:
     return out, Time(time.perf_counter() - wall, time.process_time() - cpu)
 
 
+def measured(model: Model, call: Callable[[], Any]) -> tuple[Any, Time]:
+    """As `timed`, within `model.measuring()`, which is entered and left outside the clock.
+
+    What that changes is interp's own: others' ways run on the model as it was loaded.
+    """
+    with model.measuring():
+        return timed(call, model.device)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         import torch

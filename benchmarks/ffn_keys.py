@@ -23,6 +23,7 @@ from benchmarks.common import (
     Options,
     Row,
     full_text,
+    measured,
     peak_of,
     random_documents,
     random_model,
@@ -57,21 +58,20 @@ def run(options: Options) -> list[Row]:
     if asked:
         model = smollm2(options.device)
         text = full_text(model, rows_per_batch, CONTEXT)
-        with model.measuring():
-            for layer, name in zip(LAYERS, names, strict=True):
-                if name in asked:
-                    rows.append(pass_over(name, model, text, [layer], rows_per_batch, options))
-            if "all layers" in asked:
-                every = list(range(model.cfg.n_layers))
-                rows.append(pass_over("all layers", model, text, every, rows_per_batch, options))
-            if "TransformerLens" in asked:
-                rows.append(against_cache(model, text, rows_per_batch, options))
-            if GEVA in asked:
-                rows.append(layer_by_layer(model, text, rows_per_batch, options))
+        for layer, name in zip(LAYERS, names, strict=True):
+            if name in asked:
+                rows.append(pass_over(name, model, text, [layer], rows_per_batch, options))
+        if "all layers" in asked:
+            every = list(range(model.cfg.n_layers))
+            rows.append(pass_over("all layers", model, text, every, rows_per_batch, options))
+        if "TransformerLens" in asked:
+            rows.append(against_cache(model, text, rows_per_batch, options))
+        if GEVA in asked:
+            rows.append(layer_by_layer(model, text, rows_per_batch, options))
     for shape in SHAPES:
         name = f"{shape}, all layers"
         if options.wants(name):
-            with random_model(shape, options.device) as model, model.measuring():
+            with random_model(shape, options.device) as model:
                 text = full_text(model, rows_per_batch, CONTEXT)
                 every = list(range(model.cfg.n_layers))
                 rows.append(pass_over(name, model, text, every, rows_per_batch, options))
@@ -111,11 +111,11 @@ def pass_over(
                     stop_at_layer=layers[-1] + 1,
                 )
 
-    find(model, text, layers, size)
+    measured(model, lambda: find(model, text, layers, size))
     ratios, cpu, own = [], [], ZERO
     for _ in range(options.reps or 3):
-        _, plain = timed(bare, model.device)
-        _, own = timed(lambda: find(model, text, layers, size), model.device)
+        _, plain = measured(model, bare)
+        _, own = measured(model, lambda: find(model, text, layers, size))
         ratios.append(own.wall / plain.wall)
         cpu.append(own.cpu / plain.cpu)
     note = (
@@ -138,7 +138,7 @@ def values_of(model: Model, layer: int) -> float:
         for basis in vocabulary.bases:
             vocabulary.read(memory, list(range(model.cfg.d_mlp)), basis)
 
-    return timed(read, model.device)[1].wall
+    return measured(model, read)[1].wall
 
 
 def theirs(
@@ -147,10 +147,13 @@ def theirs(
     """[key, rank] largest coefficients, position 0 left out, as one writes it."""
     name = f"blocks.{layer}.mlp.hook_post"
     kept = []
-    for batch in batches(model, text, size):
-        _, cache = model.bridge.run_with_cache(batch.tokens, names_filter=name, stop_at_layer=stop)
-        kept.append(cache[name][:, 1:].flatten(0, 1))
-    return torch.cat(kept).topk(TOP, dim=0).values.T
+    with torch.no_grad():
+        for batch in batches(model, text, size):
+            _, cache = model.bridge.run_with_cache(
+                batch.tokens, names_filter=name, stop_at_layer=stop
+            )
+            kept.append(cache[name][:, 1:].flatten(0, 1))
+        return torch.cat(kept).topk(TOP, dim=0).values.T
 
 
 def against_cache(model: Model, text: Text, size: int, options: Options) -> Row:
@@ -159,14 +162,15 @@ def against_cache(model: Model, text: Text, size: int, options: Options) -> Row:
     ratios, cpu, gap = [], [], 0.0
     for _ in range(options.reps or 2):
         other, slow = timed(lambda: theirs(model, text, layer, size), model.device)
-        found, own = timed(lambda: find(model, text, [layer], size), model.device)
-        mine = found[layer].top[1].compute().values
-        gap = max(gap, float((mine[:, 0] - other[:, 0].cpu()).abs().max()))
+        found, own = measured(model, lambda: find(model, text, [layer], size))
+        mine, other = found[layer].top[1].compute().values[:, 0], other[:, 0].cpu()
+        gap = max(gap, float((mine - other).abs().max() / other.abs().max()))
         ratios.append(slow.wall / own.wall)
         cpu.append(slow.cpu / own.cpu)
     note = (
         f"TransformerLens, layer {layer}: run_with_cache runs the whole model, the unembedding "
-        "included; interp stops after the layer. The difference is of the largest coefficients."
+        "included; interp stops after the layer. The difference is of the largest coefficients, "
+        "over the largest of all."
     )
     return Row("TransformerLens, time", "cache / interp", ratios, cpu, gap=gap, notes=[note])
 
@@ -182,7 +186,7 @@ def layer_by_layer(model: Model, text: Text, size: int, options: Options) -> Row
             one = functools.partial(theirs, model, text, layer, size, layer + 1)
             slow += timed(one, model.device)[1]
         slow *= n / len(layers)
-        _, own = timed(lambda: find(model, text, list(range(n)), size), model.device)
+        _, own = measured(model, lambda: find(model, text, list(range(n)), size))
         ratios.append(slow.wall / own.wall)
         cpu.append(slow.cpu / own.cpu)
     note = (
@@ -229,8 +233,7 @@ def child(which: str, folder: str, documents: int) -> None:
     if which == "interp":
         interp.ffn_keys(model, text, **options)
     else:
-        with model.measuring():
-            theirs(model, text, 0, 32)
+        theirs(model, text, 0, 32)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import Options, Row, Time, full_text, peak_of, smollm2, timed, used
+from benchmarks.common import (
+    Options,
+    Row,
+    Time,
+    full_text,
+    measured,
+    peak_of,
+    smollm2,
+    timed,
+    used,
+)
 from interp.model import Model
 from interp.progress import batches
 from interp.text import Text
@@ -42,10 +52,9 @@ def run(options: Options) -> list[Row]:
     wanted = [case for case in ("training", *layers) if options.wants(case)]
     if wanted:
         model = smollm2(options.device)
-        with model.measuring():
-            if "training" in wanted:
-                rows.append(train(model, options))
-            rows += [judge(case, model, n, options) for case, n in layers.items() if case in wanted]
+        if "training" in wanted:
+            rows.append(train(model, options))
+        rows += [judge(case, model, n, options) for case, n in layers.items() if case in wanted]
     if options.wants("memory"):
         rows.append(memory(options))
     return rows
@@ -133,15 +142,16 @@ def train(model: Model, options: Options) -> Row:
     found: dict[str, Any] = {}
     for _ in range(options.reps or 2):
         found["SAELens"], slow = timed(lambda: theirs(model, text), model.device)
-        found["interp"], last = timed(lambda: ours(model, text), model.device)
+        found["interp"], last = measured(model, lambda: ours(model, text))
         ratios.append(slow.wall / last.wall)
         cpu.append(slow.cpu / last.cpu)
     unexplained = {}
     for name, sae in found.items():
         quality = Judge(len(fresh), model.cfg.d_model)
-        for tokens in activations.judged(model, LAYER, fresh, batches(model, fresh, "auto")):
-            hat, active = Sae(sae)(tokens.x, None)
-            quality.see(tokens.x, hat, active, tokens.document)
+        with model.measuring():
+            for tokens in activations.judged(model, LAYER, fresh, batches(model, fresh, "auto")):
+                hat, active = Sae(sae)(tokens.x, None)
+                quality.see(tokens.x, hat, active, tokens.document)
         unexplained[name] = quality.compute().fvu.value
     positions = windows_of(text).tokens // BATCH * BATCH
     note = (
@@ -161,8 +171,9 @@ def apart(model: Model, text: Text) -> float:
     with quiet():
         store = runner(model, text).activations_store
         other = store.get_filtered_llm_batch()
-    stream = Stream(model, LAYER, windows_of(text), 1)
-    own = stream.read(0, len(other), stream.rows)
+    with model.measuring():
+        stream = Stream(model, LAYER, windows_of(text), 1)
+        own = stream.read(0, len(other), stream.rows)
     return float((own - other).abs().max() / own.square().mean().sqrt())
 
 
@@ -226,7 +237,7 @@ def judge(case: str, model: Model, layer: int, options: Options) -> Row:
     ratios, cpu, gap, last = [], [], 0.0, Time(0, 0)
     for _ in range(options.reps or 2):
         other, slow = timed(lambda: evaluated(model, text, sae, store), model.device)
-        own, last = timed(lambda: judged(model, text, sae, layer), model.device)
+        own, last = measured(model, lambda: judged(model, text, sae, layer))
         gap = max(gap, *(abs(own[name] - other[name]) for name in own))
         ratios.append(slow.wall / last.wall)
         cpu.append(slow.cpu / last.cpu)
@@ -259,8 +270,9 @@ def memory(options: Options) -> Row:
 
 if __name__ == "__main__":
     embedded = smollm2("cpu")
-    with embedded.measuring():
-        {"ours": ours, "theirs": theirs}[sys.argv[1]](
-            embedded, full_text(embedded, TRAINED, CONTEXT)
-        )
+    text = full_text(embedded, TRAINED, CONTEXT)
+    if sys.argv[1] == "ours":
+        measured(embedded, lambda: ours(embedded, text))
+    else:
+        theirs(embedded, text)
     print(used())
