@@ -691,11 +691,11 @@ def memory(monkeypatch):
     return set_up
 
 
-def close(a, b):
+def close(a, b, rtol=1e-4):
     """Tables that differ by rounding only."""
     assert a.tables.keys() == b.tables.keys()
     for name, table in a.tables.items():
-        pd.testing.assert_frame_equal(table, b.tables[name], atol=1e-5, rtol=1e-4)
+        pd.testing.assert_frame_equal(table, b.tables[name], atol=1e-5, rtol=rtol)
 
 
 @pytest.mark.parametrize(
