@@ -74,8 +74,8 @@ def fused_attention(bridge: Any) -> Iterator[None]:
     """Attention runs fused, layer by layer, wherever nothing inside it is looked at.
 
     Looked at is q, k, v, rotations, scores and pattern: what has a hook of anyone's when the layer
-    runs is written out by the bridge as always. So is a layer whose forward was replaced, and one
-    with weights of its own that are not (any more) those of transformers' module.
+    runs is written out by the bridge as always. So is a layer whose forward was replaced, one that
+    is set to one of OTHER_WAYS, and one with weights that are not transformers' module's.
     """
     with contextlib.ExitStack() as stack:
         for block in bridge.blocks:
@@ -88,11 +88,7 @@ def fused_attention(bridge: Any) -> Iterator[None]:
 def _fusible(attn: Any) -> bool:
     if "forward" in attn.__dict__ or _projection(attn) is None:
         return False
-    original = attn.original_component
-    if not hasattr(getattr(original, "config", None), "_attn_implementation"):
-        return False
-    others = any(getattr(attn.config, way, False) for way in OTHER_WAYS)
-    return not (others or attn.compatibility_mode) and _same_weights(attn, original)
+    return hasattr(getattr(attn.original_component, "config", None), "_attn_implementation")
 
 
 def _projection(attn: Any) -> str | None:
@@ -131,9 +127,20 @@ def _fused(attn: Any) -> Callable[..., Any]:
     written_out = type(attn).forward.__get__(attn)
     seen_by_both = {attn, attn.hook_in, attn.hook_out, *attn.o.modules()}
     inside = [part for part in attn.modules() if part not in seen_by_both]
+    places = [(part._parameters, name) for part in attn.modules() for name in part._parameters]
+    compared: tuple[Any, bool] = ((), False)
+
+    def same_weights() -> bool:
+        """Compared once, and again when a parameter is another one or was written to."""
+        nonlocal compared
+        now = [_state(parameters[name]) for parameters, name in places]
+        if now != compared[0]:
+            compared = now, _same_weights(attn, original)
+        return compared[1]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if any(getattr(part, kind) for part in inside for kind in _HOOKS):
+        hooked = any(getattr(part, kind) for part in inside for kind in _HOOKS)
+        if hooked or _another_way(attn) or not same_weights():
             return written_out(*args, **kwargs)
         if args:
             args = (attn.hook_in(args[0]), *args[1:])
@@ -144,6 +151,18 @@ def _fused(attn: Any) -> Callable[..., Any]:
         return (attn.hook_out(out[0]), *out[1:])
 
     return forward
+
+
+def _another_way(attn: Any) -> bool:
+    return attn.compatibility_mode or any(getattr(attn.config, way, False) for way in OTHER_WAYS)
+
+
+def _state(parameter: nn.Parameter | None) -> tuple[int, int, int] | None:
+    """Which parameter it is, where it lies, and how often it was written to."""
+    if parameter is None:
+        return None
+    writes = 0 if parameter.is_inference() else parameter._version
+    return id(parameter), parameter.data_ptr(), writes
 
 
 @contextlib.contextmanager

@@ -149,12 +149,15 @@ def test_a_forward_that_a_user_has_replaced_stays(family, fresh, fused_calls):
     assert len(fused_calls) == model.cfg.n_layers - 1
 
 
+@pytest.mark.parametrize("when", ["before", "within"])
 @pytest.mark.parametrize("name", kernels.OTHER_WAYS)
-def test_other_ways_of_the_bridge_stay(name, fresh, fused_calls):
+def test_other_ways_of_the_bridge_stay(name, when, fresh, fused_calls):
     model, plain = fresh("llama")
     fused_calls.clear()
-    setattr(model.bridge.cfg, name, True)
+    if when == "before":
+        setattr(model.bridge.cfg, name, True)
     with model.measuring():
+        setattr(model.bridge.cfg, name, True)
         logits = model.forward(padded(DOCUMENTS))
     assert fused_calls == []
     np.testing.assert_allclose(logits[0], oracle.logits(plain, DOCUMENTS[0]), atol=1e-4)
@@ -177,9 +180,10 @@ def edit_plain(plain, family, part, layer, head):
 
 
 @pytest.mark.parametrize("part", "qkv")
+@pytest.mark.parametrize("when", ["before", "within"])
 @pytest.mark.parametrize("way", ["in place", "data", "another parameter"])
 @pytest.mark.parametrize("family", ["gpt2", "neox"])
-def test_edits_of_the_copies_that_the_bridge_computes_with_count(family, way, part, tmp_path):
+def test_edits_of_the_copies_that_the_bridge_computes_with_count(family, way, when, part, tmp_path):
     """Where q, k and v are one matrix, a user edits the bridge's copies of it."""
     folder = tiny.make_checkpoint(family, tmp_path / "own")
     model, plain = load_model(folder, device="cpu"), oracle.load(folder)
@@ -187,23 +191,49 @@ def test_edits_of_the_copies_that_the_bridge_computes_with_count(family, way, pa
     rows = slice(head * width, (head + 1) * width)
     linear = getattr(model.bridge.blocks[layer].attn, part).original_component
     before = oracle.logits(plain, DOCUMENTS[0])
-    for name, value in (("weight", 0.0), ("bias", 0.5)):
-        own = getattr(linear, name)
-        changed = own.detach().clone()
-        changed[rows] = value
-        if way == "in place":
-            with torch.no_grad():
-                own[rows] = value
-        elif way == "data":
-            own.data = changed
-        else:
-            setattr(linear, name, torch.nn.Parameter(changed))
+
+    def edit():
+        for name, value in (("weight", 0.0), ("bias", 0.5)):
+            own = getattr(linear, name)
+            changed = own.detach().clone()
+            changed[rows] = value
+            if way == "in place":
+                with torch.no_grad():
+                    own[rows] = value
+            elif way == "data":
+                own.data = changed
+            else:
+                setattr(linear, name, torch.nn.Parameter(changed))
+
+    if when == "before":
+        edit()
     edit_plain(plain, family, part, layer, head)
     with model.measuring():
+        if when == "within":
+            np.testing.assert_allclose(model.forward(padded(DOCUMENTS))[0], before, atol=1e-4)
+            edit()
         logits = model.forward(padded(DOCUMENTS))
     expected = oracle.logits(plain, DOCUMENTS[0])
     assert (expected - before).abs().max() > 0.05
     np.testing.assert_allclose(logits[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+def test_a_null_model_of_permuted_weights_is_one_model(family, load):
+    """Its weights change within `measuring`, and the bridge's copies by their own permutations."""
+    from probes.baselines import permuted
+
+    model, _ = load(family)
+    with model.measuring():
+        clean = model.forward(padded(DOCUMENTS))
+        with permuted(model, 3):
+            fused = model.forward(padded(DOCUMENTS))
+            with hooks.attached(model, [("q", i, torch.clone) for i in range(3)]):
+                written_out = model.forward(padded(DOCUMENTS))
+        again = model.forward(padded(DOCUMENTS))
+    assert torch.equal(clean, again)
+    assert (fused[0] - clean[0]).abs().max() > 0.5
+    np.testing.assert_allclose(fused[0], written_out[0], atol=1e-4)
 
 
 def state(model):
