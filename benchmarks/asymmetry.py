@@ -134,7 +134,7 @@ def on_text(name: str, context: int, options: Options) -> Row:
         for batch in batches(model, text, size):
             model.forward(batch)
 
-    with model.measuring(fused=False):
+    with model.measuring():
         bare()
         for _ in range(options.reps or 3):
             _, plain = timed(bare, model.device)

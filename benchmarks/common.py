@@ -141,11 +141,11 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, Time]:
 
 
 def measured(model: Model, call: Callable[[], Any]) -> tuple[Any, Time]:
-    """As `timed`, within `model.measuring()`, which is entered and left outside the clock.
+    """As `timed`, within `model.measuring`, which is entered and left outside the clock.
 
     What that changes is interp's own: others' ways run on the model as it was loaded.
     """
-    with model.measuring():
+    with model.measuring(fused=True):
         return timed(call, model.device)
 
 

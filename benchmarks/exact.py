@@ -164,7 +164,7 @@ class Ways:
     def __init__(self, model: Model, text: Text, size: int, kl: bool) -> None:
         self.model, self.text, self.size, self.kl = model, text, size, kl
         (self.batch,) = text.batches(size, model.device)
-        with model.measuring():
+        with model.measuring(fused=True):
             self.clean = splice.run_clean(model, self.batch, kl=kl)
             self.calls = block_calls(model, self.batch)
         self.all = {"interp": self.interp, "peer": self.peer, "floor": self.floor}
@@ -172,7 +172,7 @@ class Ways:
 
     def repetition(self) -> Repetition:
         device = self.model.device
-        with self.model.measuring():
+        with self.model.measuring(fused=True):
             _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
         ways = self.all
         times: dict[str, list[Time]] = {name: [] for name in ways}
@@ -190,7 +190,7 @@ class Ways:
 
     def setting(self, way: str) -> AbstractContextManager[Any]:
         """What the caller of each way has around its loop; entered outside the clock."""
-        return torch.no_grad() if way == "peer" else self.model.measuring()
+        return torch.no_grad() if way == "peer" else self.model.measuring(fused=True)
 
     def effect(self, run: Repetition) -> float:
         """Smallest loss change of a removal (the mean of its absolute value over documents)."""

@@ -138,17 +138,17 @@ def prepared(job: str, size: dict[str, int], device: str) -> Any:
     every = list(range(size["layers"]))
 
     def gradients() -> None:
-        with model.measuring():
+        with model.measuring(fused=True):
             importance.gradients(model, text, "auto")
 
     def exact() -> None:
         removals = [measure.Removal((head,), "zero") for head in model.cfg.heads()]
-        with model.measuring():
+        with model.measuring(fused=True):
             measure.sweep(model, text, removals, "auto")
 
     def keys() -> None:
         found = {layer: LayerTriggers(text, model.cfg.d_mlp, 25) for layer in every}
-        with model.measuring():
+        with model.measuring(fused=True):
             coefficients.stream(
                 model, text, {layer: one.see for layer, one in found.items()}, "auto"
             )

@@ -43,12 +43,12 @@ def compare(model: Model, name: str, options: Options) -> Row:
     ratios, cpu, gap = [], [], 0.0
     model.bridge.original_model.requires_grad_(False)
     theirs = attribution(model, text, size)
-    with model.measuring():
+    with model.measuring(fused=True):
         importance.gradients(model, text, size)
     for _ in range(options.reps or REPS):
         # The peer's model is as it was loaded: what `measuring` changes is interp's own.
         theirs, two_passes = timed(lambda: attribution(model, text, size), model.device)
-        with model.measuring():
+        with model.measuring(fused=True):
             mine, time = timed(lambda: importance.gradients(model, text, size), model.device)
         ratios.append(time.wall / two_passes.wall)
         cpu.append(time.cpu / two_passes.cpu)

@@ -500,7 +500,7 @@ def _attempted(
     """Whether that was all; False: the device ran out of memory, and batches are smaller now."""
     journal.begin()
     try:
-        with run.model.measuring():
+        with run.model.measuring(fused=True):
             work(run)
     except KeyboardInterrupt:
         if interrupts.twice():

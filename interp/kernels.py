@@ -69,24 +69,60 @@ def can_fuse(hf_model: nn.Module, device: torch.device) -> bool:
     return own and device.type in FUSED_ON and bool(getattr(hf_model, "_supports_sdpa", False))
 
 
+def as_built(bridge: Any) -> list[Any]:
+    """What each layer's attention is made of, for `fused_attention` to tell when it is another."""
+    return [_made_of(_attention(block)) for block in bridge.blocks]
+
+
+def _attention(block: nn.Module) -> Any:
+    return dict(block.named_children()).get("attn")
+
+
+def _made_of(attn: Any) -> Any:
+    """Modules, their classes' and their own methods, and settings of transformers' module."""
+    if attn is None:
+        return None
+    own = {
+        (name, key, id(value))
+        for name, part in attn.named_modules()
+        for key, value in vars(part).items()
+        if callable(value) and not isinstance(value, nn.Module)
+    }
+    settings = {
+        key: value
+        for key, value in vars(attn.original_component).items()
+        if isinstance(value, int | float | str) and key != "training"
+    }
+    parts = {name: (part, type(part).forward) for name, part in attn.named_modules()}
+    return parts, own, settings, len(attn._forward_hooks)
+
+
 @contextlib.contextmanager
-def fused_attention(bridge: Any) -> Iterator[None]:
+def fused_attention(bridge: Any, built: list[Any]) -> Iterator[None]:
     """Attention runs fused, layer by layer, wherever nothing inside it is looked at.
 
     Looked at is q, k, v, rotations, scores and pattern: what has a hook of anyone's when the layer
-    runs is written out by the bridge as always. So is a layer whose forward was replaced, one that
-    is set to one of OTHER_WAYS, and one with weights that are not transformers' module's.
+    runs is written out by the bridge as always. So is a layer that is set to one of OTHER_WAYS, one
+    with weights that are not those of transformers' module, and one that is not what it was when
+    the model was loaded: with another module in it, another forward, or a hook on itself.
+
+    Within the block, weights may be changed (by anything but writing to `.data` in place), and
+    hooks come and go; the attention is not to be taken apart or copied.
+
+    Args:
+        bridge: the bridged model.
+        built: what `as_built` said of it when it was loaded.
     """
     with contextlib.ExitStack() as stack:
-        for block in bridge.blocks:
-            attn: Any = dict(block.named_children()).get("attn")
-            if attn is not None and _fusible(attn):
+        for block, before in zip(bridge.blocks, built, strict=False):
+            attn = _attention(block)
+            if attn is not None and _made_of(attn) == before and _fusible(attn):
                 stack.enter_context(replaced_forward(attn, _fused(attn)))
         yield
 
 
 def _fusible(attn: Any) -> bool:
-    if "forward" in attn.__dict__ or _projection(attn) is None:
+    if _projection(attn) is None:
         return False
     return hasattr(getattr(attn.original_component, "config", None), "_attn_implementation")
 
@@ -107,8 +143,8 @@ def _same_weights(attn: Any, original: nn.Module) -> bool:
     """
     own = {id(p) for p in original.parameters()}
     copies = {name: p for name, p in attn.named_parameters() if id(p) not in own}
-    if not copies:
-        return True
+    if not copies or not hasattr(attn, "split_qkv_matrix"):
+        return not copies
     with torch.device("meta"):  # which draws no random numbers for weights that are replaced
         parts = zip("qkv", attn.split_qkv_matrix(original), strict=True)
     fresh = {

@@ -75,8 +75,9 @@ class Model:
     bos_default: bool | None = None  # overrides what plain tokenizer(text) does, where set
     # Nothing happens to the logits after the unembedding (no soft cap, no scale): measured.
     logits_are_unembedded: bool = True
-    # Fused attention gives the same logits and z: measured when the model was loaded.
-    fuses: bool = False
+    # What attention layers are made of, if fused attention gave the same logits and z: measured
+    # when the model was loaded. None: attention is always written out.
+    attention: list[Any] | None = field(default=None, repr=False)
     # A run from the middle gives the clean losses: measured by splice.usable when first needed.
     splices: bool | None = None
     _scratch: torch.Tensor | None = field(default=None, repr=False)
@@ -112,23 +113,29 @@ class Model:
         """The key/value head that query head `head` reads."""
         return head // (self.cfg.n_heads // self.cfg.n_kv_heads)
 
+    @property
+    def fuses(self) -> bool:
+        """Whether attention can be one kernel, where nothing inside it is hooked."""
+        return self.attention is not None
+
     def hook_point(self, name: str) -> Any:
         """The bridge's HookPoint of that name, or None."""
         return self.bridge.get_hook_point(name)
 
     @contextlib.contextmanager
-    def measuring(self, *, fused: bool = True) -> Iterator[None]:
+    def measuring(self, *, fused: bool = False) -> Iterator[None]:
         """Eval mode, no gradients to parameters, no autograd; all as before afterwards.
 
-        What is written out step by step runs as torch's kernel of the same function (`kernels`):
-        activations, and attention where nothing inside it is hooked. They differ by rounding.
+        Activations that transformers writes out step by step run as torch's kernel of the same
+        function (`kernels`; they differ by float32 rounding, about 2e-7).
 
         Holds also after an exception or Ctrl-C. Inside, `torch.enable_grad()` gives gradients
         with respect to activations, even when the caller is in `torch.no_grad()` or
         `torch.inference_mode()`.
 
         Args:
-            fused: False leaves attention to the bridge, whether or not it is hooked.
+            fused: attention runs as one kernel too where nothing inside it is hooked, as in all
+                analyses. For code that leaves the model's modules alone: `kernels` says how far.
         """
         module = self.bridge.original_model
         training = [(m, m.training) for m in {*module.modules(), *self.bridge.modules()}]
@@ -136,8 +143,8 @@ class Model:
         with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(kernels.fast_activations(module))
-                if fused and self.fuses:
-                    stack.enter_context(kernels.fused_attention(self.bridge))
+                if fused and self.attention is not None:
+                    stack.enter_context(kernels.fused_attention(self.bridge, self.attention))
                 for part, _ in training:
                     part.training = False
                 for parameter, _ in wanted:
@@ -333,6 +340,9 @@ def _bridge(
             f"{checkpoint.first_line(error)}"
         ) from error
     measured = probe.measure(bridge, plain, ids, mask, found.name, refuse)
+    attention = kernels.as_built(bridge) if kernels.can_fuse(hf_model, device) else None
+    if attention is not None and not probe.same_fused(bridge, attention, plain, ids, mask):
+        attention = None
     cut = pruning.of_config(config)
     text = cut.text if cut is not None else {}
     return Model(
@@ -348,7 +358,7 @@ def _bridge(
         bos_token_id=text.get("bos_token_id", found.bos_token_id),
         bos_default=text.get("bos_default", found.bos_default),
         logits_are_unembedded=measured.logits_are_unembedded,
-        fuses=kernels.can_fuse(hf_model, device) and probe.same_fused(bridge, plain, ids, mask),
+        attention=attention,
     )
 
 

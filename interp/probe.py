@@ -139,11 +139,14 @@ def measure(
     )
 
 
-def same_fused(bridge: Any, plain: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> bool:
+def same_fused(
+    bridge: Any, built: list[Any], plain: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+) -> bool:
     """Whether fused attention gives plain transformers' logits, and every z that the bridge shows.
 
     Args:
         bridge: the bridged model.
+        built: from `kernels.as_built`.
         plain: [2, pos, vocab], from `plain_logits`.
         ids: [2, pos], from `tokens`.
         mask: [2, pos], from `tokens`.
@@ -161,7 +164,7 @@ def same_fused(bridge: Any, plain: torch.Tensor, ids: torch.Tensor, mask: torch.
 
     try:
         written_out = run()
-        with kernels.fused_attention(bridge):
+        with kernels.fused_attention(bridge, built):
             fused = run()
     except Exception:  # whatever it is, the bridge's own way is there
         return False

@@ -3,6 +3,7 @@
 Plain transformers is the oracle. How often the fused kernel ran is counted where torch has it.
 """
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_fused_logits_and_z_are_plain_transformers(family, load, fused_calls):
     model, plain = load(family)
     fused_calls.clear()
     assert model.fuses
-    with model.measuring():
+    with model.measuring(fused=True):
         z, logits = seen_z(model, padded(DOCUMENTS))
     assert len(fused_calls) == model.cfg.n_layers
     for i, document in enumerate(DOCUMENTS):
@@ -83,7 +84,8 @@ def test_a_layer_is_written_out_where_its_inside_is_hooked(family, site, load, f
     if site == "resid_mid" and model.cfg.parallel:
         pytest.skip("a parallel block has no such place")
     seen = []
-    with model.measuring(), hooks.attached(model, [(site, 1, lambda t: seen.append(t.clone()))]):
+    keep = hooks.attached(model, [(site, 1, lambda t: seen.append(t.clone()))])
+    with model.measuring(fused=True), keep:
         logits = model.forward(padded(DOCUMENTS))
     inside = site in ("q", "k", "v", "scores", "pattern")
     assert len(fused_calls) == model.cfg.n_layers - inside
@@ -96,15 +98,15 @@ def test_a_layer_is_written_out_where_its_inside_is_hooked(family, site, load, f
     np.testing.assert_allclose(logits[0], oracle.logits(plain, DOCUMENTS[0]), atol=1e-4)
 
 
-def test_without_measuring_or_where_it_is_refused_nothing_is_fused(load, fused_calls):
+def test_nothing_is_fused_unasked(load, fused_calls):
     model, _ = load("llama")
     fused_calls.clear()
     with torch.no_grad():
         model.forward(padded(DOCUMENTS))
-        with model.measuring(fused=False):
+        with model.measuring():
             model.forward(padded(DOCUMENTS))
     assert fused_calls == []
-    with model.measuring(), model.measuring():
+    with model.measuring(fused=True), model.measuring(fused=True):
         model.forward(padded(DOCUMENTS))
     assert len(fused_calls) == model.cfg.n_layers
 
@@ -123,7 +125,7 @@ def test_what_a_user_has_hooked_inside_stays_in_force(family, name, fresh, fused
     fused_calls.clear()
     ran = []
     HOOKED_BY_A_USER[name](model.bridge.blocks[2].attn, lambda *_, **__: ran.append(1) and None)
-    with model.measuring(), torch.enable_grad():
+    with model.measuring(fused=True), torch.enable_grad():
         start = [("attn_in", 0, lambda t: t.detach().requires_grad_())]
         with hooks.attached(model, start):
             model.forward(padded(DOCUMENTS)).sum().backward()
@@ -143,10 +145,136 @@ def test_a_forward_that_a_user_has_replaced_stays(family, fresh, fused_calls):
         return own(*args, **kwargs)
 
     object.__setattr__(attn, "forward", mine)
-    with model.measuring():
+    with model.measuring(fused=True):
         model.forward(padded(DOCUMENTS))
     assert ran == [1] and attn.forward is mine
     assert len(fused_calls) == model.cfg.n_layers - 1
+
+
+class Nothing(torch.nn.Module):
+    """A projection to zeros, without a parameter."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x):
+        return x.new_zeros(*x.shape[:-1], self.width)
+
+
+def replace_q(attn, patch):
+    attn._modules["q"] = Nothing(attn.q.original_component.weight.shape[0])
+
+
+def replace_q_forward(attn, patch):
+    own = attn.q.forward
+    object.__setattr__(attn.q, "forward", lambda x: own(x) * 0)
+
+
+def replace_a_hook_points_forward(attn, patch):
+    object.__setattr__(attn.hook_pattern, "forward", lambda x: x.flip(-3))
+
+
+def replace_a_method(attn, patch):
+    own = attn._apply_reconstruct_attention_mask
+    object.__setattr__(
+        attn, "_apply_reconstruct_attention_mask", lambda **known: own(**known) * 1.3
+    )
+
+
+def replace_the_class_forward(attn, patch):
+    own = type(attn).forward
+    patch.setattr(
+        type(attn), "forward", lambda self, *a, **k: ((out := own(self, *a, **k))[0] * 2, *out[1:])
+    )
+
+
+def wrap_q(attn, patch):
+    attn.q.set_original_component(torch.nn.Sequential(attn.q.original_component, torch.nn.Tanh()))
+
+
+CHANGED = [
+    replace_q,
+    replace_q_forward,
+    replace_a_hook_points_forward,
+    replace_a_method,
+    replace_the_class_forward,
+    wrap_q,
+]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+@pytest.mark.parametrize("change", CHANGED)
+def test_an_attention_that_was_changed_is_run_as_it_is(change, family, fresh, monkeypatch):
+    """Whatever a user has put in its place before an analysis, the analysis runs."""
+    model, _ = fresh(family)
+    with model.measuring():
+        clean = model.forward(padded(DOCUMENTS))
+    change(model.bridge.blocks[1].attn, monkeypatch)
+    with model.measuring():
+        expected = model.forward(padded(DOCUMENTS))
+    with model.measuring(fused=True):
+        logits = model.forward(padded(DOCUMENTS))
+    assert (expected[0] - clean[0]).abs().max() > 0.05
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+def test_a_setting_of_transformers_module_that_the_bridge_does_not_read(family, fresh):
+    model, _ = fresh(family)
+    model.bridge.blocks[1].attn.original_component.scaling = 0.01
+    with model.measuring():
+        expected = model.forward(padded(DOCUMENTS))
+    with model.measuring(fused=True):
+        logits = model.forward(padded(DOCUMENTS))
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+def test_a_torch_hook_on_the_attention_still_sees_the_pattern(family, fresh):
+    model, plain = fresh(family)
+    seen = []
+    model.bridge.blocks[1].attn.register_forward_hook(lambda m, i, out: seen.append(out[1]))
+    with model.measuring(fused=True):
+        model.forward(padded(DOCUMENTS))
+    np.testing.assert_allclose(seen[0][0], oracle.patterns(plain, DOCUMENTS[0])[1], atol=3e-6)
+
+
+def test_a_parameter_of_nobodys_is_no_error(fresh, fused_calls):
+    model, plain = fresh("llama")
+    fused_calls.clear()
+    attn = model.bridge.blocks[1].attn
+    attn.register_parameter("steer", torch.nn.Parameter(torch.ones(3)))
+    with model.measuring(fused=True):
+        logits = model.forward(padded(DOCUMENTS))
+    assert len(fused_calls) == 2
+    np.testing.assert_allclose(logits[0], oracle.logits(plain, DOCUMENTS[0]), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_model_is_fused_by_itself(family, fresh, fused_calls):
+    model, plain = fresh(family)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for block in model.bridge.blocks:
+            block.attn.o.weight.zero_()
+    fused_calls.clear()
+    with copied.measuring(fused=True):
+        logits = copied.forward(padded(DOCUMENTS))
+    assert len(fused_calls) == 3
+    np.testing.assert_allclose(logits[0], oracle.logits(plain, DOCUMENTS[0]), atol=1e-4)
+
+
+def test_analyses_are_fused(load, fused_calls):
+    """All that go through a journal, and with them what they run."""
+    import interp
+    from interp.text import load_text
+
+    model, _ = load("gpt2")
+    text = load_text(tiny.corpus(4), model, documents=4, context=16)
+    fused_calls.clear()
+    interp.heads(model, text, exact=True, progress=False)
+    assert fused_calls
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
@@ -156,7 +284,7 @@ def test_other_ways_of_the_bridge_stay(name, when, fresh, fused_calls):
     fused_calls.clear()
     if when == "before":
         setattr(model.bridge.cfg, name, True)
-    with model.measuring():
+    with model.measuring(fused=True):
         setattr(model.bridge.cfg, name, True)
         logits = model.forward(padded(DOCUMENTS))
     assert fused_calls == []
@@ -208,7 +336,7 @@ def test_edits_of_the_copies_that_the_bridge_computes_with_count(family, way, wh
     if when == "before":
         edit()
     edit_plain(plain, family, part, layer, head)
-    with model.measuring():
+    with model.measuring(fused=True):
         if when == "within":
             np.testing.assert_allclose(model.forward(padded(DOCUMENTS))[0], before, atol=1e-4)
             edit()
@@ -224,7 +352,7 @@ def test_a_null_model_of_permuted_weights_is_one_model(family, load):
     from probes.baselines import permuted
 
     model, _ = load(family)
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = model.forward(padded(DOCUMENTS))
         with permuted(model, 3):
             fused = model.forward(padded(DOCUMENTS))
@@ -258,7 +386,7 @@ def test_all_is_as_before_also_after_an_error(family, load):
 
     for site in ("z", "attn_out", "mlp_out"):
         stopped = hooks.attached(model, [(site, 1, stop)])
-        with pytest.raises(KeyboardInterrupt), model.measuring(), stopped:
+        with pytest.raises(KeyboardInterrupt), model.measuring(fused=True), stopped:
             model.forward(padded(DOCUMENTS))
         assert state(model) == before
 
@@ -268,7 +396,7 @@ def test_no_random_number_is_drawn(family, load):
     model, _ = load(family)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with model.measuring():
+    with model.measuring(fused=True):
         model.forward(padded(DOCUMENTS))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -285,7 +413,7 @@ def test_a_kernel_that_is_wrong_here_is_not_used(family, checkpoint, monkeypatch
     assert not model.fuses
     monkeypatch.undo()
     plain = oracle.load(checkpoint(family))
-    with model.measuring():
+    with model.measuring(fused=True):
         logits = model.forward(padded(DOCUMENTS))
     np.testing.assert_allclose(logits[0], oracle.logits(plain, DOCUMENTS[0]), atol=1e-4)
 
@@ -344,7 +472,7 @@ def test_clean_and_edited_passes_run_the_same_way(load, fused_calls):
         model, _ = load(family)
         text = load_text(tiny.corpus(6), model, documents=6, context=40)
         batch = next(iter(text.batches(6, model.device)))
-        with model.measuring():
+        with model.measuring(fused=True):
             clean = splice.run_clean(model, batch)
             for layer in range(model.cfg.n_layers):
                 fused_calls.clear()

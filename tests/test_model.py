@@ -308,7 +308,7 @@ def test_other_families(family, tmp_path):
     counts = np.array([len(d) - 1 for d in ids])
     plain = oracle.load(folder)
     batch = next(iter(text.batches(6)))
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, batch)
         expected = oracle.document_losses(plain, ids)
         np.testing.assert_allclose(clean.scores.loss.numpy() / counts, expected, atol=1e-5)

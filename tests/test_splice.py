@@ -32,7 +32,7 @@ def per_document(scores, text):
 
 def test_clean_losses_are_plain_transformers(case):
     model, plain, text, ids = case
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text))
     expected = oracle.document_losses(plain, ids)
     np.testing.assert_allclose(per_document(clean.scores.loss, text), expected, atol=1e-5)
@@ -40,7 +40,7 @@ def test_clean_losses_are_plain_transformers(case):
 
 def test_removing_a_head_is_editing_the_weights(case):
     model, plain, text, ids = case
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text), kl=True)
         for layer, head in [(0, 1), (1, 0), (model.cfg.n_layers - 1, model.cfg.n_heads - 1)]:
             scores = splice.run_edited(model, clean, interventions.removals([(layer, head)]))
@@ -55,7 +55,7 @@ def test_removing_many_heads_and_keeping_a_bias(case):
     model, plain, text, ids = case
     heads = [(0, 0), (0, 2), (1, 1), (2, 3), (2, 0)]
     means = torch.as_tensor(oracle.head_means(plain, ids, text.special_ids)).float()
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text))
         for bias in (None, means):
             scores = splice.run_edited(model, clean, interventions.removals(heads, bias))
@@ -67,7 +67,7 @@ def test_removing_many_heads_and_keeping_a_bias(case):
 def test_removing_every_head_of_a_layer_and_of_the_model(case):
     model, plain, text, ids = case
     layers = [[1], range(model.cfg.n_layers)]
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text))
         for some in layers:
             heads = [(layer, h) for layer in some for h in range(model.cfg.n_heads)]
@@ -78,7 +78,7 @@ def test_removing_every_head_of_a_layer_and_of_the_model(case):
 
 def test_from_the_middle_is_from_the_start(case):
     model, _, text, _ = case
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text), kl=True)
         assert splice.usable(model, text)
         edits = interventions.removals([(1, 0), (2, 1)])
@@ -91,7 +91,7 @@ def test_from_the_middle_is_from_the_start(case):
 def test_extending_a_run_is_running_anew(case):
     model, _, text, _ = case
     order = [(2, 1), (0, 3), (1, 0), (1, 2), (0, 0)]
-    with model.measuring():
+    with model.measuring(fused=True):
         run = clean = splice.run_clean(model, one_batch(model, text))
         for n in range(1, len(order) + 1):
             edits = interventions.removals(order[:n])
@@ -103,7 +103,7 @@ def test_extending_a_run_is_running_anew(case):
 
 def test_an_edit_that_changes_nothing_changes_nothing(case):
     model, _, text, _ = case
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text), kl=True)
         scores = splice.run_edited(model, clean, {1: lambda z: z.clone()})
     assert torch.allclose(scores.loss, clean.scores.loss, atol=1e-5)
@@ -114,7 +114,7 @@ def test_nothing_stays_behind(case):
     model, plain, text, ids = case
     block = model.bridge.blocks[1]
     before = {id(m): dict(m.__dict__) for m in model.bridge.modules()}
-    with model.measuring():
+    with model.measuring(fused=True):
         clean = splice.run_clean(model, one_batch(model, text))
         splice.run_edited(model, clean, interventions.removals([(1, 0)]))
 
@@ -127,7 +127,7 @@ def test_nothing_stays_behind(case):
         assert "forward" not in set(module.__dict__) - set(before[id(module)])
     assert not hooks.foreign_hooks(model)
     assert not block._forward_hooks and not block.attn._forward_hooks
-    with model.measuring():
+    with model.measuring(fused=True):
         again = splice.run_clean(model, one_batch(model, text))
     np.testing.assert_allclose(
         per_document(again.scores.loss, text), oracle.document_losses(plain, ids), atol=1e-5
@@ -144,7 +144,7 @@ def test_a_document_scores_the_same_in_any_company(load, corpus, data):
     some = text.subset(places)
     head = (data.draw(st.integers(0, 2)), data.draw(st.integers(0, model.cfg.n_heads - 1)))
     losses, kls = [], []
-    with model.measuring():
+    with model.measuring(fused=True):
         for batch in some.batches(size, model.device):
             clean = splice.run_clean(model, batch, kl=True)
             scores = splice.run_edited(model, clean, interventions.removals([head]))
@@ -174,7 +174,7 @@ def test_ablate_is_the_same_for_a_notebook(load, corpus):
     model, plain = load("llama")
     text = load_text(corpus, model, documents=8, context=64)
     batch = one_batch(model, text)
-    with model.measuring(), interventions.ablate(model, [(0, 4), (2, 2)]):
+    with model.measuring(fused=True), interventions.ablate(model, [(0, 4), (2, 2)]):
         scores = splice.forward_scores(model, batch)
     expected = oracle.document_losses(
         oracle.edited(plain, [(0, 4), (2, 2)]), [d.windows[0] for d in text.documents]
@@ -191,7 +191,7 @@ def test_a_hook_of_the_callers_stays_and_acts(load, corpus):
     point = model.hook_point("blocks.1.attn.hook_z")
     point.add_hook(lambda tensor, hook: calls.append(tensor.shape))
     try:
-        with model.measuring():
+        with model.measuring(fused=True):
             splice.run_clean(model, one_batch(model, text))
         assert len(calls) == 1 and len(point.fwd_hooks) == 1
         assert hooks.foreign_hooks(model)

@@ -74,7 +74,7 @@ class Case:
         bit for bit; what runs fused has a check of its own.
         """
         self.left_on = hooks.left_on(self.model)
-        with self.model.measuring(fused=False):
+        with self.model.measuring():
             yield
 
     # What the model reads -----------------------------------------------------------------------

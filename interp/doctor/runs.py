@@ -105,12 +105,12 @@ def fused(case: Case) -> Measured:
     model = case.model
     if not model.cfg.n_heads:
         raise NotApplicableError("this model has no attention")
-    if not model.fuses:
+    if model.attention is None:
         raise NotApplicableError("the attention of this model is always written out")
     z: dict[int, Tensor] = {}
     layers, mask = range(model.cfg.n_layers), case.batch.mask
     keep = [("z", i, functools.partial(z.__setitem__, i)) for i in layers]
-    with kernels.fused_attention(model.bridge), hooks.attached(model, keep):
+    with kernels.fused_attention(model.bridge, model.attention), hooks.attached(model, keep):
         seen = model.forward(case.batch)
     worst = Largest()
     for i in layers:

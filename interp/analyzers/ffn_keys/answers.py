@@ -112,7 +112,7 @@ def prompt_alone(model: Model, config: FfnKeysConfig) -> Result:
     began = time.perf_counter()
     started = results.now()
     coefficients.require(model)
-    with model.measuring():
+    with model.measuring(fused=True):
         asked = ask(model, config, None)
         tables = prompt_tables(model, asked)
     columns = {
