@@ -80,20 +80,22 @@ def _attention(block: nn.Module) -> Any:
 
 def _made_of(attn: Any) -> Any:
     """Modules, their classes' and their own methods, and settings of transformers' module."""
-    if attn is None:
+    original = getattr(attn, "original_component", None)
+    if original is None:
         return None
+    named = dict(attn.named_modules())
     own = {
-        (name, key, id(value))
-        for name, part in attn.named_modules()
+        (name, key): getattr(value, "__func__", value)  # a copy's methods are bound to the copy
+        for name, part in named.items()
         for key, value in vars(part).items()
         if callable(value) and not isinstance(value, nn.Module)
     }
     settings = {
         key: value
-        for key, value in vars(attn.original_component).items()
+        for key, value in vars(original).items()
         if isinstance(value, int | float | str) and key != "training"
     }
-    parts = {name: (part, type(part).forward) for name, part in attn.named_modules()}
+    parts = {name: (part, type(part).forward) for name, part in named.items()}
     return parts, own, settings, len(attn._forward_hooks)
 
 
@@ -116,7 +118,7 @@ def fused_attention(bridge: Any, built: list[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for block, before in zip(bridge.blocks, built, strict=False):
             attn = _attention(block)
-            if attn is not None and _made_of(attn) == before and _fusible(attn):
+            if before is not None and _made_of(attn) == before and _fusible(attn):
                 stack.enter_context(replaced_forward(attn, _fused(attn)))
         yield
 
