@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ from benchmarks.common import (
     Row,
     Time,
     full_text,
+    measured,
     random_model,
     smollm2,
     timed,
@@ -172,8 +174,8 @@ class Ways:
 
     def repetition(self) -> Repetition:
         device = self.model.device
-        with self.model.measuring(fused=True):
-            _, clean = timed(lambda: splice.run_clean(self.model, self.batch, kl=self.kl), device)
+        once = partial(splice.run_clean, self.model, self.batch, kl=self.kl)
+        _, clean = measured(self.model, once)
         ways = self.all
         times: dict[str, list[Time]] = {name: [] for name in ways}
         scores: dict[str, list[Scored]] = {name: [] for name in ways}

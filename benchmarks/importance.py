@@ -15,7 +15,17 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.common import SHAPES, SMOLLM2, Options, Row, full_text, random_model, smollm2, timed
+from benchmarks.common import (
+    SHAPES,
+    SMOLLM2,
+    Options,
+    Row,
+    full_text,
+    measured,
+    random_model,
+    smollm2,
+    timed,
+)
 from interp.analyzers.heads import importance
 from interp.model import Model
 from interp.text import Text
@@ -43,13 +53,10 @@ def compare(model: Model, name: str, options: Options) -> Row:
     ratios, cpu, gap = [], [], 0.0
     model.bridge.original_model.requires_grad_(False)
     theirs = attribution(model, text, size)
-    with model.measuring(fused=True):
-        importance.gradients(model, text, size)
+    measured(model, lambda: importance.gradients(model, text, size))
     for _ in range(options.reps or REPS):
-        # The peer's model is as it was loaded: what `measuring` changes is interp's own.
         theirs, two_passes = timed(lambda: attribution(model, text, size), model.device)
-        with model.measuring(fused=True):
-            mine, time = timed(lambda: importance.gradients(model, text, size), model.device)
+        mine, time = measured(model, lambda: importance.gradients(model, text, size))
         ratios.append(time.wall / two_passes.wall)
         cpu.append(time.cpu / two_passes.cpu)
         gap = max(gap, float(np.abs(mine.xi - theirs).max()))

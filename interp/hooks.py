@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from interp.errors import InterpError
+from interp.kernels import TORCH_HOOKS
 from interp.model import Model
 
 # site -> (name on a block, shape of what the hook sees)
@@ -113,7 +114,6 @@ def foreign_hooks(model: Model) -> list[str]:
 # Modules whose own hooks on themselves are part of how they work.
 _LIBRARIES = ("transformer_lens.", "transformers.", "torch.", "accelerate.")
 _HOOK_POINT = "transformer_lens.hook_points"
-_TORCH_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def left_on(model: Model) -> list[str]:
@@ -125,7 +125,7 @@ def left_on(model: Model) -> list[str]:
     found = []
     for full, module in model.bridge.named_modules():
         name = full.replace("._original_component", "")
-        for kind in _TORCH_HOOKS:
+        for kind in TORCH_HOOKS:
             for function in getattr(module, kind).values():
                 source = str(getattr(function, "__module__", ""))
                 if source == _HOOK_POINT or not f"{source}.".startswith(_LIBRARIES):

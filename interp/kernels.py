@@ -27,7 +27,8 @@ FUSED_ON = ("cpu", "cuda")
 # Ways of the bridge to compute something else, set by whoever wants it.
 OTHER_WAYS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where torch keeps the hooks of a module.
+TORCH_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextlib.contextmanager
@@ -69,20 +70,29 @@ def can_fuse(hf_model: nn.Module, device: torch.device) -> bool:
     return own and device.type in FUSED_ON and bool(getattr(hf_model, "_supports_sdpa", False))
 
 
+def child(module: nn.Module | None, name: str) -> Any:
+    """The part of a module that has this name, or None."""
+    return dict(module.named_children()).get(name) if module is not None else None
+
+
 def as_built(bridge: Any) -> list[Any]:
-    """What each layer's attention is made of, for `fused_attention` to tell when it is another."""
-    return [_made_of(_attention(block)) for block in bridge.blocks]
+    """What each layer's attention is made of, for `fused_attention` to tell when it is another.
+
+    None for a layer that has none, or one that cannot be fused.
+    """
+    every = [child(block, "attn") for block in bridge.blocks]
+    return [_made_of(attn) if _fusible(attn) else None for attn in every]
 
 
-def _attention(block: nn.Module) -> Any:
-    return dict(block.named_children()).get("attn")
+def _fusible(attn: Any) -> bool:
+    original = getattr(attn, "original_component", None)
+    if original is None or _projection(attn) is None:
+        return False
+    return hasattr(getattr(original, "config", None), "_attn_implementation")
 
 
 def _made_of(attn: Any) -> Any:
     """Modules, their classes' and their own methods, and settings of transformers' module."""
-    original = getattr(attn, "original_component", None)
-    if original is None:
-        return None
     named = dict(attn.named_modules())
     own = {
         (name, key): getattr(value, "__func__", value)  # a copy's methods are bound to the copy
@@ -92,7 +102,7 @@ def _made_of(attn: Any) -> Any:
     }
     settings = {
         key: value
-        for key, value in vars(original).items()
+        for key, value in vars(attn.original_component).items()
         if isinstance(value, int | float | str) and key != "training"
     }
     parts = {name: (part, type(part).forward) for name, part in named.items()}
@@ -117,16 +127,10 @@ def fused_attention(bridge: Any, built: list[Any]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for block, before in zip(bridge.blocks, built, strict=False):
-            attn = _attention(block)
-            if before is not None and _made_of(attn) == before and _fusible(attn):
+            attn = child(block, "attn")
+            if before is not None and attn is not None and _made_of(attn) == before:
                 stack.enter_context(replaced_forward(attn, _fused(attn)))
         yield
-
-
-def _fusible(attn: Any) -> bool:
-    if _projection(attn) is None:
-        return False
-    return hasattr(getattr(attn.original_component, "config", None), "_attn_implementation")
 
 
 def _projection(attn: Any) -> str | None:
@@ -177,7 +181,7 @@ def _fused(attn: Any) -> Callable[..., Any]:
         return compared[1]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hooked = any(getattr(part, kind) for part in inside for kind in _HOOKS)
+        hooked = any(getattr(part, kind) for part in inside for kind in TORCH_HOOKS)
         if hooked or _another_way(attn) or not same_weights():
             return written_out(*args, **kwargs)
         if args:

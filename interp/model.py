@@ -339,10 +339,8 @@ def _bridge(
             f"TransformerBridge does not support {kind} ({found.name!r}): "
             f"{checkpoint.first_line(error)}"
         ) from error
-    measured = probe.measure(bridge, plain, ids, mask, found.name, refuse)
     attention = kernels.as_built(bridge) if kernels.can_fuse(hf_model, device) else None
-    if attention is not None and not probe.same_fused(bridge, attention, plain, ids, mask):
-        attention = None
+    measured = probe.measure(bridge, plain, ids, mask, found.name, refuse, attention)
     cut = pruning.of_config(config)
     text = cut.text if cut is not None else {}
     return Model(
@@ -358,7 +356,7 @@ def _bridge(
         bos_token_id=text.get("bos_token_id", found.bos_token_id),
         bos_default=text.get("bos_default", found.bos_default),
         logits_are_unembedded=measured.logits_are_unembedded,
-        attention=attention,
+        attention=attention if measured.fuses else None,
     )
 
 

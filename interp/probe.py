@@ -3,13 +3,14 @@
 The bridge's config is filled in from guesses for some architectures (the MLP's width of OPT, the
 KV heads of BERT), and splicing depends on things that no config states: that the logits are plain
 transformers' logits, that an edit of z reaches the attention's output through W_O, and whether the
-MLP reads the attention of its own block. Two forward passes of a few tokens say all of it.
+MLP reads the attention of its own block. Two forward passes of a few tokens say all of it, and a
+third whether attention can be fused.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from interp import kernels
 from interp.errors import CheckError, InterpError
+from interp.kernels import child
 
 LENGTH = 12
 TOLERANCE = {torch.float32: 1e-4}  # relative to the largest logit
@@ -43,6 +45,7 @@ class Measured:
     gated: bool | None
     parallel: bool | None
     logits_are_unembedded: bool
+    fuses: bool  # fused attention gives the same logits and every head's z
 
 
 @dataclass
@@ -95,8 +98,9 @@ def measure(
     mask: torch.Tensor,
     name: str,
     refuse: Refuse = refuse,
+    built: list[Any] | None = None,
 ) -> Measured:
-    """Run the bridge twice and compare.
+    """Run the bridge twice, or three times, and compare.
 
     Args:
         bridge: the bridged model.
@@ -106,6 +110,7 @@ def measure(
         name: what the messages call the model.
         refuse: what is done where the bridge's logits are others than plain transformers', or an
             edit of z does not count.
+        built: from `kernels.as_built`, where attention may be fused.
 
     Raises:
         InterpError: the bridge does not show the attention output per head as it is, or what
@@ -124,7 +129,7 @@ def measure(
         refuse(CheckError(message, "logits"))
     shape = _one_shape(bridge, seen, name)
     widths = set(seen.mlp_hidden.values())
-    mlp = next((b.mlp for b in bridge.blocks if _child(b, "mlp") is not None), None)
+    mlp = next((b.mlp for b in bridge.blocks if child(b, "mlp") is not None), None)
     return Measured(
         n_heads=shape and shape[0],
         d_head=shape and shape[1],
@@ -132,51 +137,48 @@ def measure(
         d_mlp=widths.pop()
         if len(widths) == 1 and len(seen.mlp_hidden) == len(bridge.blocks)
         else None,
-        gated=_child(mlp, "gate") is not None if widths or seen.mlp_hidden else None,
+        gated=child(mlp, "gate") is not None if widths or seen.mlp_hidden else None,
         parallel=_is_parallel(bridge, seen, ids, mask, name, refuse),
         logits_are_unembedded=seen.unembedded is not None
         and torch.equal(seen.unembedded.float(), logits),
+        fuses=built is not None
+        and _same_fused(bridge, built, seen, (plain, logits), ids, mask, tolerance),
     )
 
 
-def same_fused(
-    bridge: Any, built: list[Any], plain: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+def _same_fused(
+    bridge: Any,
+    built: list[Any],
+    seen: _Seen,
+    expected: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    tolerance: float,
 ) -> bool:
-    """Whether fused attention gives plain transformers' logits, and every z that the bridge shows.
-
-    Args:
-        bridge: the bridged model.
-        built: from `kernels.as_built`.
-        plain: [2, pos, vocab], from `plain_logits`.
-        ids: [2, pos], from `tokens`.
-        mask: [2, pos], from `tokens`.
-    """
-    dtype = next(bridge.original_model.parameters()).dtype
-    tolerance, real = TOLERANCE.get(dtype, COARSE), mask.bool()
-
-    def run() -> list[torch.Tensor]:
-        z: dict[int, torch.Tensor] = {}
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            for i in range(len(bridge.blocks)):
+    """Whether fused attention gives the expected logits, and every z that was seen."""
+    z: dict[int, torch.Tensor] = {}
+    try:
+        with (
+            kernels.fused_attention(bridge, built),
+            contextlib.ExitStack() as stack,
+            torch.no_grad(),
+        ):
+            for i in seen.z:  # and no other site: what is hooked inside is written out
                 _at_point(stack, bridge, i, "hook_z", _into(z, i))
             logits = bridge(ids, attention_mask=mask, use_cache=False)
-        return [x[real].float() for x in (logits, *z.values())]
-
-    try:
-        written_out = run()
-        with kernels.fused_attention(bridge, built):
-            fused = run()
     except Exception:  # whatever it is, the bridge's own way is there
         return False
-    pairs = [(fused[0], plain[real]), *zip(fused, written_out, strict=False)]
-    return len(fused) == len(written_out) and all(
-        float((a - b).abs().max()) <= tolerance * float(b.abs().max()) for a, b in pairs
-    )
+    if z.keys() != seen.z.keys():
+        return False
+    real = mask.bool()
+    pairs = [*((logits, other) for other in expected), *((z[i], seen.z[i]) for i in z)]
+    pairs = [(a[real].float(), b[real].float()) for a, b in pairs]
+    return all(float((a - b).abs().max()) <= tolerance * float(b.abs().max()) for a, b in pairs)
 
 
 def _one_shape(bridge: Any, seen: _Seen, name: str) -> tuple[int, int] | None:
     """(heads, d_head) of z, the same in every layer that has attention; None without attention."""
-    with_attention = [i for i, b in enumerate(bridge.blocks) if _child(b, "attn") is not None]
+    with_attention = [i for i, b in enumerate(bridge.blocks) if child(b, "attn") is not None]
     if not with_attention:
         return None
     shapes = {tuple(seen.z[i].shape[2:]) if i in seen.z else None for i in with_attention}
@@ -267,14 +269,14 @@ def _watched(bridge: Any, seen: _Seen, edit: tuple[int, Any] | None) -> Iterator
             return hook
 
         for i, block in enumerate(bridge.blocks):
-            attn, mlp = _child(block, "attn"), _child(block, "mlp")
+            attn, mlp = child(block, "attn"), child(block, "mlp")
             if attn is not None:
                 _at_point(stack, bridge, i, "hook_z", keep_z(i))
                 _at_point(stack, bridge, i, "hook_k", _into(seen.k, i))
                 on_output(attn, _into(seen.attn_out, i))
             # Some families' MLP is no module of its own: the first and last projection are.
-            on_input(_child(mlp, "in") or mlp, _into(seen.mlp_in, i))
-            on_input(_child(mlp, "out"), _width_into(seen.mlp_hidden, i))
+            on_input(child(mlp, "in") or mlp, _into(seen.mlp_in, i))
+            on_input(child(mlp, "out"), _width_into(seen.mlp_hidden, i))
 
         def keep_unembedded(out: torch.Tensor) -> None:
             seen.unembedded = out
@@ -310,10 +312,6 @@ def _width_into(store: dict[int, int], layer: int) -> Callable[[Any], None]:
 def _remove(point: Any, handle: Any) -> None:
     handle.hook.remove()
     point.fwd_hooks = [h for h in point.fwd_hooks if h is not handle]
-
-
-def _child(module: Any, name: str) -> Any:
-    return dict(module.named_children()).get(name) if module is not None else None
 
 
 def _first_line(error: BaseException) -> str:

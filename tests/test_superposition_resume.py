@@ -338,8 +338,8 @@ def test_a_batch_that_does_not_fit_is_halved(stage, tiny_model, short, monkeypat
         for size in ((4, 2) if rows == 1 else (4,))
     ]
     assert sizes == 15 * [100]
-    # Removing this MLP costs this model next to nothing, and shares of that are tables' columns.
-    close(found, short[concepts], rtol=1e-3)
+    # Removing this MLP costs this model next to nothing: shares of that magnify rounding.
+    close(found, short[concepts], rough="loss_recovered")
 
 
 def test_training_goes_on_with_smaller_batches(tiny_model, whole, monkeypatch, tmp_path):
